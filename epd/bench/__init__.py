@@ -1,0 +1,1 @@
+"""Load generation and goodput reports over HTTP."""

@@ -1,0 +1,1 @@
+"""Memory that outlives a step: KV blocks, the prefix cache over them, and embeddings."""

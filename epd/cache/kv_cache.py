@@ -1,0 +1,45 @@
+"""The KV tensor of one replica, and its block-major layout.
+
+Owns the memory; knows nothing of which request holds which block (``epd.cache.block_pool``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from epd.types import KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """KV blocks as one tensor ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]``.
+
+    Block-major, so that a block with all its layers is one contiguous range: one transfer descriptor.
+    """
+
+    blocks: torch.Tensor
+    spec: KVSpec
+    block_size: int
+    layout: str
+    """Fingerprint of everything two replicas must agree on before they exchange blocks."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.spec.bytes_per_token
+
+
+def allocate_kv_cache(
+    spec: KVSpec, *, block_size: int, num_blocks: int, model_fingerprint: str, device: str = "cpu"
+) -> KVCache:
+    """Allocate zeroed blocks. ``model_fingerprint`` enters ``layout`` with every dimension."""
+    shape = (num_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
+    blocks = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+    described = f"kv/1|{model_fingerprint}|{spec}|{block_size}"
+    return KVCache(blocks, spec, block_size, hashlib.sha256(described.encode()).hexdigest()[:16])

@@ -1,0 +1,1 @@
+"""Uploaded bytes to decoded RGB frames: fetching, limits, headers, decoding, content hashes."""

@@ -1,0 +1,1 @@
+"""Which replica runs each stage of a request: cost model, placement policy, admission."""

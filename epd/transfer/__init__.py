@@ -1,0 +1,1 @@
+"""Moving embeddings and KV blocks between replicas: contracts and implementations."""

@@ -1,0 +1,140 @@
+"""The contracts of the data plane: who publishes memory, who fetches it, and who owns it when.
+
+A **connector** moves one kind of data between two replicas. The owner ``publish``es and gets a small picklable handle;
+whoever holds the handle ``fetch``es into its own memory; the owner frees on ``release`` or when the lease runs out.
+
+    owner                                    fetcher
+    ─────                                    ───────
+    publish(data) -> handle  ── handle ──>   fetch(handle, into) -> FetchResult
+    renew(handle_id)         <── control ──  renews while it waits in a queue
+    release(handle_id)       <── control ──  whoever drives the request, on every exit path
+    expire()                                 the owner's reaper, for the dead
+
+A one-sided read can complete with *new* bytes after the owner reused the memory. Therefore a fetch that returns has
+proven, after its last byte arrived, that the lease still held; otherwise it raises ``HandleExpiredError`` and what it
+wrote does not count. Connectors know nothing of requests, schedulers or Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from epd.types import EmbeddingHandle, KVHandle
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """What a fetch did. ``failed`` lists positions in ``into`` whose contents must not be used."""
+
+    num_bytes: int
+    failed: tuple[int, ...] = ()
+
+
+class PeerClient(Protocol):
+    """Control calls to the owner of a handle, and its data when there is no one-sided transport.
+
+    Raises ``PeerLostError`` when the owner cannot be reached, ``HandleExpiredError`` when it no longer knows the handle.
+    """
+
+    async def read(self, owner: str, handle_id: str, first: int, count: int) -> torch.Tensor:
+        """Return a copy of the data: ``count`` blocks from ``first`` on (KV), or rows (embedding).
+
+        The result may be read-only shared memory: never write to it.
+        """
+        ...
+
+    async def renew(self, owner: str, handle_ids: Sequence[str]) -> None: ...
+
+    async def release(self, owner: str, handle_ids: Sequence[str]) -> None: ...
+
+
+class KVConnector(Protocol):
+    """Moves KV blocks. Built over the replica's one KV tensor (see ``epd.cache.kv_cache``), registered once.
+
+    All methods but ``fetch`` are non-blocking and thread-safe: the engine's thread publishes, the event loop releases.
+    """
+
+    backend: str
+
+    def publish(
+        self, block_ids: Sequence[int], num_tokens: int, rotary_delta: int, on_free: Callable[[], None]
+    ) -> KVHandle:
+        """Lend the blocks out. The connector calls ``on_free`` exactly once, when the claim has ended and no read can
+        still be trusted: only then may the blocks be reused."""
+        ...
+
+    async def fetch(self, handle: KVHandle, into: Sequence[int], first_block: int = 0) -> FetchResult:
+        """Copy blocks ``[first_block, first_block + len(into))`` of the handle into the caller's blocks ``into``.
+
+        The caller owns ``into`` throughout and must not reuse them before this returns, raises or, when cancelled,
+        finishes unwinding: a cancelled fetch returns only when nothing can write to them any more.
+
+        Raises ``HandleExpiredError``, ``IncompatiblePeerError`` or ``PeerLostError``.
+        """
+        ...
+
+    def read(self, handle_id: str, first: int, count: int) -> torch.Tensor:
+        """Owner side of ``PeerClient.read``: a copy of blocks. Raises ``HandleExpiredError``."""
+        ...
+
+    def renew(self, handle_id: str) -> None:
+        """Start the lease anew. Raises ``HandleExpiredError``."""
+        ...
+
+    def release(self, handle_id: str) -> None:
+        """End the claim. Idempotent; unknown ids are ignored."""
+        ...
+
+    def expire(self) -> int:
+        """End the claims whose lease ran out; return how many. Called by the owner's reaper."""
+        ...
+
+    @property
+    def num_live(self) -> int: ...
+
+    @property
+    def live_bytes(self) -> int: ...
+
+    def close(self) -> None:
+        """End all claims and give the transport's resources back."""
+        ...
+
+
+class EmbeddingConnector(Protocol):
+    """Moves embeddings; the same contract over single tensors ``[num_tokens, width]``."""
+
+    backend: str
+
+    def publish(self, mm_hash: str, values: torch.Tensor) -> EmbeddingHandle:
+        """Lend an embedding out. The connector copies into (or keeps) its own memory; the caller's tensor is free.
+
+        Publishing an ``mm_hash`` whose bytes are still held shares them: each publish is its own claim.
+
+        Raises ``TransferError`` when live claims leave no room.
+        """
+        ...
+
+    async def fetch(self, handle: EmbeddingHandle) -> torch.Tensor:
+        """Return the embedding as a tensor that the caller owns."""
+        ...
+
+    def read(self, handle_id: str, first: int, count: int) -> torch.Tensor: ...
+
+    def renew(self, handle_id: str) -> None: ...
+
+    def release(self, handle_id: str) -> None: ...
+
+    def expire(self) -> int: ...
+
+    @property
+    def num_live(self) -> int: ...
+
+    @property
+    def live_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
