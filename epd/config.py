@@ -119,13 +119,20 @@ class RouterConfig(_Section):
 
 
 class MediaConfig(_Section):
-    """Limits on what a client may upload or have fetched."""
+    """Limits on what a client may upload or have fetched.
+
+    ``max_pixels`` holds for an image and for each frame of a clip; ``max_video_frames`` and ``max_video_pixels`` for
+    the frames that the model sees of one clip, together. A domain stands for itself and all names below it.
+    ``allow_private_ips`` opens loopback and private networks, never link-local and cloud metadata addresses.
+    """
 
     max_bytes: PositiveInt = 64 * 2**20
     max_pixels: PositiveInt = 178_956_970
     max_items: PositiveInt = 16
     max_video_frames: PositiveInt = 768
     max_video_duration_s: PositiveFloat = 600.0
+    max_video_pixels: PositiveInt = 2**29
+    max_concurrent_fetches: PositiveInt = 32
     decode_timeout_s: PositiveFloat = 20.0
     fetch_timeout_s: PositiveFloat = 20.0
     connect_timeout_s: PositiveFloat = 5.0
