@@ -6,7 +6,7 @@ appears in annotations only, so importing this module does not load it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -230,7 +230,10 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Consecutive new tokens of one choice. ``report`` comes on the first chunk and on the last one of a leg."""
+    """Consecutive new tokens of one choice. ``report`` comes on the first chunk and on the last one of a leg.
+
+    The token that ended a choice with ``STOP`` is included: it counts as output and is no part of the text.
+    """
 
     choice: int
     token_ids: tuple[int, ...]
@@ -332,10 +335,11 @@ class StageClient(Protocol):
 
     def decode(
         self, request: Request, source: Prompt | Prefilled, payloads: Mapping[int, bytes]
-    ) -> AsyncIterator[tuple[TokenChunk, ...]]:
+    ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
         """Stream the output tokens: from a ``Prompt`` prefill and decode here, from a ``Prefilled`` decode only.
 
-        First tokens that came with ``Prefilled`` are not repeated.
+        First tokens that came with ``Prefilled`` are not repeated. The callee releases the handles that it fetched from
+        their owners; handles of a call that fails before its first chunk are the caller's to release.
         """
         ...
 
@@ -419,9 +423,7 @@ class LanguageModel(Protocol):
         """Return ``[num_tokens, hidden_size]`` for int64 ``[num_tokens]``."""
         ...
 
-    def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, attention: Any
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, attention: Any) -> torch.Tensor:
         """Run all layers over a packed batch: ``[num_tokens, hidden_size]`` in and out (after the final norm).
 
         ``positions`` is int64 ``[3, num_tokens]``. ``cache`` is handed to the layers as their KV cache and

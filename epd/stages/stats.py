@@ -5,8 +5,11 @@ Whoever exports metrics turns a snapshot into its own format; nothing here knows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from epd.types import Stage
 
 
 @dataclass(slots=True)
@@ -59,3 +62,29 @@ class WorkerStats:
     kv_blocks_free: int = 0
     handles_live: dict[str, int] = field(default_factory=dict)
     handles_live_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a worker counts by itself, beside the counters of its parts."""
+
+    stage_requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    stage_seconds: dict[str, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in Stage})
+    transfer_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    transfer_failures: dict[str, int] = field(default_factory=lambda: {"kv": 0, "embedding": 0})
+    running: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+
+    @contextlib.contextmanager
+    def stage(self, *stages: Stage) -> Iterator[None]:
+        """Count a request in the stages that it runs here, while it runs them."""
+        for stage in stages:
+            self.stage_requests[stage] += 1
+            self.running[stage] += 1
+        try:
+            yield
+        finally:
+            for stage in stages:
+                self.running[stage] -= 1
+
+    def transferred(self, kind: str, backend: str, num_bytes: int) -> None:
+        self.transfer_bytes[kind, backend] = self.transfer_bytes.get((kind, backend), 0) + num_bytes

@@ -1,0 +1,491 @@
+"""One engine: requests in, tokens out, a step at a time.
+
+Composes the scheduler (who runs), the runner (tensors), and the sampler (tokens), and owns what spans steps: the state
+of each request, blocks held for other replicas, and blocks reserved for arriving KV. Single-threaded: whoever owns the
+thread calls the methods between steps (``epd.engine.engine_thread``). Knows nothing of handles, transports or text.
+
+A request comes in one of three ways:
+
+* ``add``: prefill here and go on decoding here;
+* ``add(keep_kv=True)``: prefill here, then hold the blocks for another replica until ``release_hold``;
+* ``reserve`` then ``activate``: its KV arrives from elsewhere into reserved blocks, and it decodes here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from epd.cache.block_pool import BlockPool
+from epd.cache.kv_cache import KVCache
+from epd.cache.prefix_cache import PrefixCache
+from epd.config import EngineConfig
+from epd.engine.model_runner import ModelRunner
+from epd.engine.sampler import SampledToken, SampleRow, sample
+from epd.engine.scheduler import Scheduler, SchedulerOutput
+from epd.engine.sequence import EngineSequence, RequestState, SequenceStatus
+from epd.errors import InvalidRequestError, PromptTooLongError
+from epd.types import Embedding, FinishReason, LanguageModel, Request, RotaryPositions, StageReport, TokenChunk
+
+_NO_POSITIONS = RotaryPositions(np.zeros((3, 0), dtype=np.int64), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """A ``keep_kv`` request has its first tokens. ``hold_id`` names the held blocks; ``None`` if nothing is left to
+    decode. ``block_ids`` cover ``num_tokens`` computed tokens."""
+
+    request_id: str
+    first_tokens: tuple[TokenChunk, ...]
+    hold_id: int | None
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced. ``chunks`` holds new tokens by request; ``returned`` names requests given back."""
+
+    chunks: dict[str, list[TokenChunk]] = field(default_factory=dict)
+    prefilled: tuple[PrefillDone, ...] = ()
+    finished: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+    num_tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Blocks set aside for the KV of a request that was prefilled elsewhere.
+
+    ``block_table`` covers ``num_tokens`` tokens; its first ``num_cached_blocks`` were found in the prefix cache and
+    need no transfer. ``spare_blocks`` are for the partly filled last block of further choices.
+    """
+
+    request: Request
+    num_tokens: int
+    block_table: list[int]
+    num_cached_blocks: int
+    spare_blocks: list[int]
+    num_seqs: int
+    block_keys: list[bytes]
+
+    @property
+    def missing_blocks(self) -> list[int]:
+        return self.block_table[self.num_cached_blocks :]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters of one engine; they only grow."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    num_steps: int = 0
+    step_s: float = 0.0
+
+
+class Engine:
+    """See the module. Methods are not thread-safe."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_cache: KVCache,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.stats = EngineStats()
+        self._clock = clock
+        prefix_cache = PrefixCache() if config.enable_prefix_cache else None
+        on_reuse = prefix_cache.forget if prefix_cache is not None else lambda block_id: None
+        self.pool = BlockPool(kv_cache.num_blocks, on_reuse)
+        self.scheduler = Scheduler(
+            self.pool,
+            prefix_cache,
+            block_size=kv_cache.block_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_seqs=config.max_num_seqs,
+        )
+        self._runner = ModelRunner(model, kv_cache, config.device)
+        self._eos_token_ids = model.eos_token_ids
+        self._states: dict[str, RequestState] = {}
+        self._arrivals = 0
+        self._holds: dict[int, list[int]] = {}
+        self._next_hold = 0
+        self._reservations: dict[str, Reservation] = {}
+        self._pending: deque[tuple[Request, int, Callable[[Reservation], None]]] = deque()
+
+    # -- requests in -------------------------------------------------------------------------------------------------
+
+    def check_fits(self, request: Request) -> None:
+        """Raise ``PromptTooLongError`` or ``InvalidRequestError`` for a request that could never finish here."""
+        params, block_size = request.sampling, self.kv_cache.block_size
+        if params.n > self.scheduler.max_num_seqs:
+            raise InvalidRequestError(
+                f"n is {params.n}, but at most {self.scheduler.max_num_seqs} choices can run", "n"
+            )
+        longest = request.num_prompt_tokens + params.max_tokens
+        shared = request.num_prompt_tokens // block_size
+        own = -(-longest // block_size) - shared
+        if shared + own * params.n > self.pool.num_blocks:
+            raise PromptTooLongError(
+                f"the prompt of {request.num_prompt_tokens} tokens with {params.n} x {params.max_tokens} output tokens "
+                f"needs {shared + own * params.n} KV blocks of {block_size} tokens, and the cache has "
+                f"{self.pool.num_blocks}"
+            )
+
+    def add(self, request: Request, rotary: RotaryPositions, *, keep_kv: bool = False) -> None:
+        """Queue a request to be prefilled here. Its embeddings follow by ``set_embedding``."""
+        self.check_fits(request)
+        state = self._new_state(request, rotary, keep_kv=keep_kv, has_media=True)
+        sequence = self._new_sequence(state, 0, [*request.prompt_token_ids, *request.output_token_ids])
+        self.scheduler.add(sequence)
+
+    def set_embedding(self, request_id: str, index: int, embedding: Embedding) -> None:
+        """Provide the embedding of item ``index``; a no-op when the request has ended.
+
+        Raises ``InvalidRequestError`` when it has not one row for each placeholder.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            return
+        item = state.request.items[index]
+        if embedding.values.shape[0] != item.num_tokens:
+            raise InvalidRequestError(
+                f"{item.param}: the encoder made {embedding.values.shape[0]} rows for {item.num_tokens} placeholders",
+                item.param,
+            )
+        state.embeddings[index] = embedding
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request in any state and free what it holds here. Unknown and finished ones are ignored."""
+        self._pending = deque(entry for entry in self._pending if entry[0].request_id != request_id)
+        if (reservation := self._reservations.get(request_id)) is not None:
+            self.cancel_reservation(reservation)
+        if (state := self._states.pop(request_id, None)) is not None:
+            for sequence in state.sequences:
+                self.scheduler.remove(sequence)
+
+    # -- KV from elsewhere -------------------------------------------------------------------------------------------
+
+    def reserve(self, request: Request, num_tokens: int, on_ready: Callable[[Reservation], None]) -> None:
+        """Set blocks aside for ``num_tokens`` tokens of KV, now or when there are enough; then call ``on_ready``.
+
+        First come, first served. ``abort`` withdraws it.
+        """
+        self.check_fits(request)
+        self._pending.append((request, num_tokens, on_ready))
+        self.serve_reservations()
+
+    def serve_reservations(self) -> None:
+        """Grant pending reservations while blocks and slots last."""
+        while self._pending:
+            request, num_tokens, on_ready = self._pending[0]
+            reservation = self._try_reserve(request, num_tokens)
+            if reservation is None:
+                return
+            self._pending.popleft()
+            self._reservations[request.request_id] = reservation
+            on_ready(reservation)
+
+    def _try_reserve(self, request: Request, num_tokens: int) -> Reservation | None:
+        block_size, num_seqs = self.kv_cache.block_size, request.sampling.n
+        if self.scheduler.num_free_slots < num_seqs:
+            return None
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        probe = EngineSequence(RequestState(request, _NO_POSITIONS, arrival=0), 0, tokens)
+        cached = self.scheduler.cached_blocks(probe, num_tokens)
+        num_spare = num_seqs - 1 if num_tokens % block_size else 0
+        num_missing = -(-num_tokens // block_size) - len(cached)
+        self.pool.acquire(cached)
+        if not self.pool.can_allocate(num_missing + num_spare):
+            self.pool.release(cached)
+            return None
+        block_table = cached + self.pool.allocate(num_missing)
+        self.scheduler.num_reserved_seqs += num_seqs
+        spare = self.pool.allocate(num_spare)
+        return Reservation(request, num_tokens, block_table, len(cached), spare, num_seqs, probe.block_keys)
+
+    def cancel_reservation(self, reservation: Reservation) -> None:
+        """Free a reservation. Nothing may be writing to its blocks any more."""
+        if self._reservations.pop(reservation.request.request_id, None) is not None:
+            self.scheduler.num_reserved_seqs -= reservation.num_seqs
+            self.pool.release(reservation.block_table + reservation.spare_blocks)
+
+    def activate(
+        self, reservation: Reservation, first_tokens: Sequence[TokenChunk], rotary: RotaryPositions, *, has_kv: bool
+    ) -> None:
+        """Start decoding a request whose KV has arrived in the reserved blocks (and is confirmed).
+
+        With ``has_kv`` false the transfer failed: the blocks are given back and the request, which must have no media,
+        is prefilled here, prompt and first tokens. Choices that ended with their first token are left out.
+        """
+        request = reservation.request
+        del self._reservations[request.request_id]
+        self.scheduler.num_reserved_seqs -= reservation.num_seqs
+        state = self._new_state(request, rotary, keep_kv=False, has_media=False)
+        assert has_kv or state.can_recompute, "a request without its embeddings cannot be prefilled here"
+        open_choices = [chunk for chunk in first_tokens if chunk.finish_reason is None]
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        siblings = [
+            self._new_sequence(state, chunk.choice - request.first_choice, [*tokens, *chunk.token_ids])
+            for chunk in open_choices
+        ]
+        state.is_forked = True
+        if has_kv:
+            self._share_context(siblings, reservation)
+        else:
+            for sequence in siblings:
+                self.scheduler.add(sequence)
+            self.pool.release(reservation.block_table + reservation.spare_blocks)
+
+    def _share_context(self, siblings: Sequence[EngineSequence], reservation: Reservation) -> None:
+        spare = list(reservation.spare_blocks)
+        for index, sequence in enumerate(siblings):
+            sequence.block_keys = list(reservation.block_keys)
+            sequence.num_listed_blocks = reservation.num_cached_blocks
+            if index == 0:
+                sequence.block_table = list(reservation.block_table)
+            elif reservation.num_tokens % self.kv_cache.block_size:
+                self._runner.copy_block(reservation.block_table[-1], spare[-1])
+                self.pool.acquire(reservation.block_table[:-1])
+                sequence.block_table = [*reservation.block_table[:-1], spare.pop()]
+            else:
+                self.pool.acquire(reservation.block_table)
+                sequence.block_table = list(reservation.block_table)
+            self.scheduler.mark_computed(sequence, reservation.num_tokens)
+            self.scheduler.add_running(sequence)
+        self.pool.release(spare)
+
+    # -- KV for elsewhere --------------------------------------------------------------------------------------------
+
+    def release_hold(self, hold_id: int) -> None:
+        """Free the blocks that were held for another replica. Idempotent."""
+        self.pool.release(self._holds.pop(hold_id, []))
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> StepOutput:
+        """Schedule, run, sample, post-process."""
+        started_s = self._clock()
+        decision = self.scheduler.schedule()
+        self._account(decision, started_s)
+        returned = self._drop_returned(decision.returned)
+        if not decision.num_tokens:
+            return StepOutput(returned=returned)
+        complete = [
+            sequence
+            for sequence, count in decision.num_tokens.items()
+            if sequence.num_computed_tokens + count == sequence.num_tokens
+        ]
+        logits = self._runner.run(decision.num_tokens, complete)
+        for sequence, count in decision.num_tokens.items():
+            self.scheduler.mark_computed(sequence, count)
+        rows = [row for index, sequence in enumerate(complete) for row in self._sample_rows(index, sequence)]
+        output = self._post_process(complete, sample(logits, rows), returned, decision.total_tokens)
+        self.stats.num_steps += 1
+        self.stats.step_s += self._clock() - started_s
+        return output
+
+    def _drop_returned(self, states: Sequence[RequestState]) -> tuple[str, ...]:
+        for state in states:
+            del self._states[state.request.request_id]
+        return tuple(state.request.request_id for state in states)
+
+    def _account(self, decision: SchedulerOutput, now_s: float) -> None:
+        self.stats.preemptions += decision.num_preempted
+        self.stats.prefix_hit_tokens += decision.num_cached_tokens
+        for sequence, num_tokens in decision.num_tokens.items():
+            if sequence.is_decoding:
+                self.stats.decode_tokens += 1
+            else:
+                self.stats.prefill_tokens += num_tokens
+            if sequence.state.first_scheduled_s is None:
+                sequence.state.first_scheduled_s = now_s
+
+    def _sample_rows(self, index: int, sequence: EngineSequence) -> list[SampleRow]:
+        """One draw for a sequence that goes on, ``n`` draws when a prompt with ``n`` choices is done."""
+        request, params = sequence.request, sequence.request.sampling
+        choices = range(params.n) if sequence.state.num_unforked else [sequence.choice]
+        output = sequence.output_token_ids
+        forbidden = sorted(self._end_token_ids(request)) if len(output) < params.min_tokens else ()
+        return [
+            SampleRow(
+                row=index,
+                params=params,
+                choice=choice + request.first_choice,
+                position=len(output),
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=output,
+                forbidden_ids=forbidden,
+            )
+            for choice in choices
+        ]
+
+    def _end_token_ids(self, request: Request) -> frozenset[int]:
+        eos = frozenset() if request.sampling.ignore_eos else self._eos_token_ids
+        return eos | frozenset(request.sampling.stop_token_ids)
+
+    def _post_process(
+        self,
+        complete: Sequence[EngineSequence],
+        sampled: Sequence[SampledToken],
+        returned: tuple[str, ...],
+        num_tokens: int,
+    ) -> StepOutput:
+        chunks: dict[str, list[TokenChunk]] = {}
+        prefilled: list[PrefillDone] = []
+        finished: list[str] = []
+        tokens = iter(sampled)
+        for sequence in complete:
+            state = sequence.state
+            siblings = [sequence, *self._fork(sequence)]
+            new = [self._append(sibling, next(tokens)) for sibling in siblings]
+            if sequence.num_output_tokens == 1 + len(state.request.output_token_ids):
+                new[0] = self._with_report(state, new[0])
+            if state.keep_kv:
+                prefilled.append(self._hold(state, sequence, new))
+                continue
+            chunks.setdefault(state.request.request_id, []).extend(new)
+            for sibling, chunk in zip(siblings, new, strict=True):
+                if chunk.finish_reason is not None:
+                    self.scheduler.remove(sibling)
+            if state.is_finished:
+                finished.append(state.request.request_id)
+                del self._states[state.request.request_id]
+        return StepOutput(chunks, tuple(prefilled), tuple(finished), returned, num_tokens)
+
+    def _with_report(self, state: RequestState, chunk: TokenChunk) -> TokenChunk:
+        """Attach what prefill took to the first token made here."""
+        first_scheduled_s = state.first_scheduled_s if state.first_scheduled_s is not None else state.added_s
+        report = StageReport(
+            timings_s={
+                "prefill_queue": first_scheduled_s - state.added_s,
+                "prefill": self._clock() - first_scheduled_s,
+            },
+            cached={"prefix_tokens": state.num_cached_tokens or 0},
+        )
+        return replace(chunk, report=report)
+
+    def _append(self, sequence: EngineSequence, token: SampledToken) -> TokenChunk:
+        sequence.token_ids.append(token.token_id)
+        request = sequence.request
+        reason = None
+        if token.token_id in self._end_token_ids(request):
+            reason = FinishReason.STOP
+        elif sequence.num_output_tokens >= request.sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        logprobs = () if token.logprob is None else (token.logprob,)
+        return TokenChunk(sequence.choice + request.first_choice, (token.token_id,), reason, logprobs)
+
+    def _fork(self, parent: EngineSequence) -> list[EngineSequence]:
+        """Make the other choices, if a prompt is done: full blocks are shared, the last one is copied.
+
+        A choice for which no block is free is computed from its tokens when there are blocks again.
+        """
+        state, block_size = parent.state, self.kv_cache.block_size
+        children = []
+        for choice in range(1, 1 + state.num_unforked):
+            child = self._new_sequence(state, choice, list(parent.token_ids))
+            children.append(child)
+            if state.keep_kv:
+                continue  # the receiving replica makes the copies
+            num_full = parent.num_computed_tokens // block_size
+            has_partial = parent.num_computed_tokens % block_size != 0
+            if has_partial and not self.pool.can_allocate(1):
+                self.scheduler.waiting.appendleft(child)
+                continue
+            self.pool.acquire(parent.block_table[:num_full])
+            child.block_table = parent.block_table[:num_full]
+            if has_partial:
+                child.block_table.extend(self.pool.allocate(1))
+                self._runner.copy_block(parent.block_table[num_full], child.block_table[num_full])
+            child.block_keys = list(parent.block_keys)
+            child.num_computed_tokens = parent.num_computed_tokens
+            child.num_listed_blocks = parent.num_listed_blocks
+            self.scheduler.add_running(child)
+        state.is_forked = True
+        return children
+
+    def _hold(self, state: RequestState, sequence: EngineSequence, first_tokens: list[TokenChunk]) -> PrefillDone:
+        """End a ``keep_kv`` request here; its blocks stay referenced under a hold if anything is left to decode."""
+        hold_id: int | None = None
+        block_ids: tuple[int, ...] = ()
+        num_tokens = sequence.num_computed_tokens
+        if any(chunk.finish_reason is None for chunk in first_tokens):
+            block_ids = tuple(sequence.block_table)
+            hold_id = self._next_hold
+            self._next_hold += 1
+            self._holds[hold_id] = sequence.block_table
+            sequence.block_table = []
+        for sibling in state.sequences:
+            self.scheduler.remove(sibling)
+        del self._states[state.request.request_id]
+        return PrefillDone(
+            state.request.request_id,
+            tuple(first_tokens),
+            hold_id,
+            block_ids,
+            num_tokens,
+            state.num_cached_tokens or 0,
+        )
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _new_state(self, request: Request, rotary: RotaryPositions, *, keep_kv: bool, has_media: bool) -> RequestState:
+        if request.request_id in self._states:
+            raise InvalidRequestError(f"request {request.request_id} is already running here")
+        embeddings: list[Embedding | None] = [None] * len(request.items)
+        state = RequestState(request, rotary, self._arrivals, keep_kv, has_media, embeddings, added_s=self._clock())
+        self._arrivals += 1
+        self._states[request.request_id] = state
+        return state
+
+    def _new_sequence(self, state: RequestState, choice: int, token_ids: list[int]) -> EngineSequence:
+        sequence = EngineSequence(state, choice, token_ids)
+        state.sequences.append(sequence)
+        return sequence
+
+    def num_cached_tokens(self, request_id: str) -> int | None:
+        """Prompt tokens that the prefix cache spared; ``None`` before prefill started or after the request ended."""
+        state = self._states.get(request_id)
+        return None if state is None else state.num_cached_tokens
+
+    @property
+    def num_pending_reservations(self) -> int:
+        return len(self._pending)
+
+    @property
+    def live_request_ids(self) -> tuple[str, ...]:
+        pending = [request.request_id for request, _, _ in self._pending]
+        return (*self._states, *self._reservations, *pending)
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._states) + len(self._reservations) + len(self._pending)
+
+    def check_integrity(self) -> None:
+        """Assert that every block reference belongs to a sequence, a hold or a reservation, and none is lost."""
+        sequences = [sequence for state in self._states.values() for sequence in state.sequences]
+        reservations = [held.block_table + held.spare_blocks for held in self._reservations.values()]
+        holders = [sequence.block_table for sequence in sequences] + list(self._holds.values()) + reservations
+        self.pool.check_integrity(holders)
+        queued = set(self.scheduler.sequences())
+        live = {sequence for sequence in sequences if sequence.status is not SequenceStatus.FINISHED}
+        assert queued == live, "queues differ from the unfinished sequences"
+        if not self.num_live_requests and not self._holds:
+            assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are still referenced"
+            assert self.scheduler.num_reserved_seqs == 0, "idle, but slots are still promised"
