@@ -1,8 +1,8 @@
 """Checkpoints small enough to build in every test run: real architectures, random weights, a trained tokenizer.
 
 A checkpoint is a directory that `transformers` loads with `from_pretrained`, so that the same files feed the system
-under test and the reference it is compared with. Weights are drawn wide: greedy outputs vary with the prompt and the pixels
-instead of repeating one token, and special tokens are never the most likely, so that outputs run to their length.
+under test and the reference it is compared with. Weights are drawn wide: greedy outputs vary with the prompt and the
+pixels instead of repeating one token. Special tokens are never the most likely, so that outputs run to their length.
 """
 
 from __future__ import annotations
