@@ -14,24 +14,20 @@ A request comes in one of three ways:
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from epd.cache.block_pool import BlockPool
 from epd.cache.kv_cache import KVCache
 from epd.cache.prefix_cache import PrefixCache
 from epd.config import EngineConfig
 from epd.engine.model_runner import ModelRunner
+from epd.engine.reservations import Reservation, Reservations
 from epd.engine.sampler import SampledToken, SampleRow, sample
 from epd.engine.scheduler import Scheduler, SchedulerOutput
 from epd.engine.sequence import EngineSequence, RequestState, SequenceStatus
 from epd.errors import InvalidRequestError, PromptTooLongError
 from epd.types import Embedding, FinishReason, LanguageModel, Request, RotaryPositions, StageReport, TokenChunk
-
-_NO_POSITIONS = RotaryPositions(np.zeros((3, 0), dtype=np.int64), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +52,6 @@ class StepOutput:
     finished: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     num_tokens: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Reservation:
-    """Blocks set aside for the KV of a request that was prefilled elsewhere.
-
-    ``block_table`` covers ``num_tokens`` tokens; its first ``num_cached_blocks`` were found in the prefix cache and
-    need no transfer. ``spare_blocks`` are for the partly filled last block of further choices.
-    """
-
-    request: Request
-    num_tokens: int
-    block_table: list[int]
-    num_cached_blocks: int
-    spare_blocks: list[int]
-    num_seqs: int
-    block_keys: list[bytes]
-
-    @property
-    def missing_blocks(self) -> list[int]:
-        return self.block_table[self.num_cached_blocks :]
 
 
 @dataclass(slots=True)
@@ -121,8 +96,7 @@ class Engine:
         self._arrivals = 0
         self._holds: dict[int, list[int]] = {}
         self._next_hold = 0
-        self._reservations: dict[str, Reservation] = {}
-        self._pending: deque[tuple[Request, int, Callable[[Reservation], None]]] = deque()
+        self._reservations = Reservations(self.pool, self.scheduler, kv_cache.block_size)
 
     # -- requests in -------------------------------------------------------------------------------------------------
 
@@ -168,9 +142,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request in any state and free what it holds here. Unknown and finished ones are ignored."""
-        self._pending = deque(entry for entry in self._pending if entry[0].request_id != request_id)
-        if (reservation := self._reservations.get(request_id)) is not None:
-            self.cancel_reservation(reservation)
+        self._reservations.withdraw(request_id)
         if (state := self._states.pop(request_id, None)) is not None:
             for sequence in state.sequences:
                 self.scheduler.remove(sequence)
@@ -183,43 +155,15 @@ class Engine:
         First come, first served. ``abort`` withdraws it.
         """
         self.check_fits(request)
-        self._pending.append((request, num_tokens, on_ready))
-        self.serve_reservations()
+        self._reservations.request(request, num_tokens, on_ready)
 
     def serve_reservations(self) -> None:
-        """Grant pending reservations while blocks and slots last."""
-        while self._pending:
-            request, num_tokens, on_ready = self._pending[0]
-            reservation = self._try_reserve(request, num_tokens)
-            if reservation is None:
-                return
-            self._pending.popleft()
-            self._reservations[request.request_id] = reservation
-            on_ready(reservation)
-
-    def _try_reserve(self, request: Request, num_tokens: int) -> Reservation | None:
-        block_size, num_seqs = self.kv_cache.block_size, request.sampling.n
-        if self.scheduler.num_free_slots < num_seqs:
-            return None
-        tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        probe = EngineSequence(RequestState(request, _NO_POSITIONS, arrival=0), 0, tokens)
-        cached = self.scheduler.cached_blocks(probe, num_tokens)
-        num_spare = num_seqs - 1 if num_tokens % block_size else 0
-        num_missing = -(-num_tokens // block_size) - len(cached)
-        self.pool.acquire(cached)
-        if not self.pool.can_allocate(num_missing + num_spare):
-            self.pool.release(cached)
-            return None
-        block_table = cached + self.pool.allocate(num_missing)
-        self.scheduler.num_reserved_seqs += num_seqs
-        spare = self.pool.allocate(num_spare)
-        return Reservation(request, num_tokens, block_table, len(cached), spare, num_seqs, probe.block_keys)
+        """Grant pending reservations while blocks and slots last; to be called between steps."""
+        self._reservations.serve()
 
     def cancel_reservation(self, reservation: Reservation) -> None:
         """Free a reservation. Nothing may be writing to its blocks any more."""
-        if self._reservations.pop(reservation.request.request_id, None) is not None:
-            self.scheduler.num_reserved_seqs -= reservation.num_seqs
-            self.pool.release(reservation.block_table + reservation.spare_blocks)
+        self._reservations.cancel(reservation)
 
     def activate(
         self, reservation: Reservation, first_tokens: Sequence[TokenChunk], rotary: RotaryPositions, *, has_kv: bool
@@ -230,8 +174,7 @@ class Engine:
         is prefilled here, prompt and first tokens. Choices that ended with their first token are left out.
         """
         request = reservation.request
-        del self._reservations[request.request_id]
-        self.scheduler.num_reserved_seqs -= reservation.num_seqs
+        self._reservations.take(reservation)
         state = self._new_state(request, rotary, keep_kv=False, has_media=False)
         assert has_kv or state.can_recompute, "a request without its embeddings cannot be prefilled here"
         open_choices = [chunk for chunk in first_tokens if chunk.finish_reason is None]
@@ -466,22 +409,21 @@ class Engine:
 
     @property
     def num_pending_reservations(self) -> int:
-        return len(self._pending)
+        return self._reservations.num_pending
 
     @property
     def live_request_ids(self) -> tuple[str, ...]:
-        pending = [request.request_id for request, _, _ in self._pending]
-        return (*self._states, *self._reservations, *pending)
+        return (*self._states, *self._reservations.request_ids)
 
     @property
     def num_live_requests(self) -> int:
-        return len(self._states) + len(self._reservations) + len(self._pending)
+        return len(self.live_request_ids)
 
     def check_integrity(self) -> None:
         """Assert that every block reference belongs to a sequence, a hold or a reservation, and none is lost."""
         sequences = [sequence for state in self._states.values() for sequence in state.sequences]
-        reservations = [held.block_table + held.spare_blocks for held in self._reservations.values()]
-        holders = [sequence.block_table for sequence in sequences] + list(self._holds.values()) + reservations
+        holders = [sequence.block_table for sequence in sequences]
+        holders += [*self._holds.values(), *self._reservations.block_lists]
         self.pool.check_integrity(holders)
         queued = set(self.scheduler.sequences())
         live = {sequence for sequence in sequences if sequence.status is not SequenceStatus.FINISHED}

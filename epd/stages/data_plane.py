@@ -37,6 +37,7 @@ class DataPlane:
         self._peers = peers
         self._lease_s = lease_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reaper: asyncio.Task[None] | None = None
 
     @property
     def by_kind(self) -> dict[str, KVConnector | EmbeddingConnector]:
@@ -44,7 +45,7 @@ class DataPlane:
         return {kind: connector for kind, connector in connectors.items() if connector is not None}
 
     def start(self) -> None:
-        self._spawn(self._reap())
+        self._reaper = self._spawn(self._reap())
 
     async def close(self) -> None:
         """End all claims and give the transport back."""
@@ -52,6 +53,10 @@ class DataPlane:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._connectors.close()
+
+    async def settle(self) -> None:
+        """Wait for the releases that are on their way."""
+        await asyncio.gather(*(task for task in self._tasks if task is not self._reaper), return_exceptions=True)
 
     # -- lent to others ------------------------------------------------------------------------------------------------
 
@@ -113,7 +118,8 @@ class DataPlane:
 
         self._spawn(release())
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

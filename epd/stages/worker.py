@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 from epd.cache.embedding_cache import EmbeddingCache, HeldEmbeddings
 from epd.cache.kv_cache import allocate_kv_cache
 from epd.config import EngineConfig, MediaConfig, ModelConfig, TransferConfig
-from epd.engine.engine import Engine, PrefillDone, Reservation
+from epd.engine.engine import Engine, PrefillDone
 from epd.engine.engine_thread import EngineThread, RequestStream
+from epd.engine.reservations import Reservation
 from epd.errors import (
     MediaError,
     RequestReturnedError,
@@ -104,6 +105,7 @@ class StageWorker:
         self._engine: EngineThread | None = None
         self._block_size = engine.block_size
         self._num_blocks = 0
+        self.kv_bytes_per_block = 0
         if roles & {Stage.PREFILL, Stage.DECODE}:
             language_model = family.load_language_model(dtype=model.dtype, device=engine.device)
             spec = language_model.kv_spec
@@ -115,6 +117,7 @@ class StageWorker:
                 device=engine.device,
             )
             self._num_blocks = kv_cache.num_blocks
+            self.kv_bytes_per_block = kv_cache.block_bytes
             self._engine = EngineThread(Engine(language_model, kv_cache, engine), num_threads=engine.num_threads)
         connectors = build_connectors(
             backend,
@@ -128,20 +131,20 @@ class StageWorker:
             peers=peers,
             clock=clock,
         )
-        self._data = DataPlane(connectors, peers, transfer.lease_s)
+        self.data = DataPlane(connectors, peers, transfer.lease_s)
 
     # -- life of the replica -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         if self._engine is not None:
             self._engine.start()
-        self._data.start()
+        self.data.start()
 
     async def close(self) -> None:
         """Stop computing, end all claims, and give threads and transport back."""
         if self._encoding is not None:
             await self._encoding.close()
-        await self._data.close()
+        await self.data.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
 
@@ -153,7 +156,7 @@ class StageWorker:
 
     async def encode(self, request: Request, payloads: Mapping[int, bytes]) -> Encoded:
         """See ``StageClient``."""
-        if self._encoding is None or self._data.embedding is None:
+        if self._encoding is None or self.data.embedding is None:
             raise self._lacks(Stage.ENCODE)
         items = [request.items[index] for index in payloads]
         claimed: list[EmbeddingHandle] = []
@@ -162,11 +165,11 @@ class StageWorker:
                 with HeldEmbeddings(self._embeddings) as held:
                     report = await self._obtain_all(items, payloads, held)
                     for item in items:
-                        claimed.append(self._data.embedding.publish(item.mm_hash, held[item.index].values))
+                        claimed.append(self.data.embedding.publish(item.mm_hash, held[item.index].values))
                 return Encoded(tuple(claimed), report)
             except BaseException:
                 for handle in claimed:
-                    self._data.embedding.release(handle.handle_id)
+                    self.data.embedding.release(handle.handle_id)
                 raise
 
     async def _obtain_all(
@@ -188,7 +191,7 @@ class StageWorker:
 
     async def prefill(self, request: Request, prompt: Prompt, payloads: Mapping[int, bytes]) -> Prefilled:
         """See ``StageClient``."""
-        if self._data.kv is None or Stage.PREFILL not in self.roles:
+        if self.data.kv is None or Stage.PREFILL not in self.roles:
             raise self._lacks(Stage.PREFILL)
         with self._counters.stage(Stage.PREFILL, *self._fused_encode(payloads)):
             async with self._prompt_running(request, prompt, payloads, keep_kv=True) as (stream, feeding):
@@ -205,7 +208,7 @@ class StageWorker:
                 return Prefilled(kv, first_tokens, done.num_cached_tokens, report)
 
     def _lend(self, done: PrefillDone, rotary_delta: int) -> KVHandle:
-        engine, connector, hold_id = self._engine, self._data.kv, done.hold_id
+        engine, connector, hold_id = self._engine, self.data.kv, done.hold_id
         assert engine is not None
         assert connector is not None
         assert hold_id is not None
@@ -265,7 +268,7 @@ class StageWorker:
         return sum(reports, StageReport())
 
     async def _fetch_embedding(self, item: MediaItem, handle: EmbeddingHandle, held: HeldEmbeddings) -> StageReport:
-        connector = self._data.embedding
+        connector = self.data.embedding
         if connector is None:
             raise self._lacks(Stage.PREFILL)
         try:
@@ -273,7 +276,7 @@ class StageWorker:
                 held.add(item, cached)
                 return StageReport(cached={"embedding_items": 1})
             started_s = time.monotonic()
-            async with self._data.kept_alive(handle):
+            async with self.data.kept_alive(handle):
                 values = await connector.fetch(handle)
             held.add(item, self._embeddings.put(item.mm_hash, Embedding(values)))
             self._counters.transferred("embedding", connector.backend, handle.nbytes)
@@ -282,7 +285,7 @@ class StageWorker:
             self._counters.transfer_failures["embedding"] += 1
             raise
         finally:
-            self._data.release_soon(handle)
+            self.data.release_soon(handle)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
@@ -337,7 +340,7 @@ class StageWorker:
 
     async def _take_over(self, request: Request, prefilled: Prefilled) -> StageReport:
         """Get a prefilled request's blocks into this engine and let it run."""
-        engine, connector, handle = self._running_engine(), self._data.kv, prefilled.kv
+        engine, connector, handle = self._running_engine(), self.data.kv, prefilled.kv
         assert handle is not None
         if connector is None:
             raise self._lacks(Stage.DECODE)
@@ -346,7 +349,7 @@ class StageWorker:
         reservation: Reservation | None = None
         is_active = False
         try:
-            async with self._data.kept_alive(handle):
+            async with self.data.kept_alive(handle):
                 reservation = await self._reserve(request, handle.num_tokens)
                 has_kv = True
                 if reservation.missing_blocks:
@@ -370,7 +373,7 @@ class StageWorker:
             if reservation is not None and not is_active:
                 unused = reservation
                 engine.post(lambda running: running.cancel_reservation(unused))
-            self._data.release_soon(handle)
+            self.data.release_soon(handle)
         self._counters.transferred("kv", connector.backend, num_bytes)
         return StageReport({"kv_transfer": time.monotonic() - started_s}, {"kv": num_bytes})
 
@@ -396,15 +399,15 @@ class StageWorker:
 
     async def release(self, handle_ids: Sequence[str]) -> None:
         """See ``StageClient``."""
-        self._data.release(handle_ids)
+        self.data.release(handle_ids)
 
     async def renew(self, handle_ids: Sequence[str]) -> None:
         """Start leases anew. Raises ``HandleExpiredError`` for one that has ended."""
-        self._data.renew(handle_ids)
+        self.data.renew(handle_ids)
 
     def read(self, handle_id: str, first: int, count: int) -> torch.Tensor:
         """Return a copy of lent memory; see ``PeerClient.read``. Thread-safe."""
-        return self._data.read(handle_id, first, count)
+        return self.data.read(handle_id, first, count)
 
     # -- what it says of itself ----------------------------------------------------------------------------------------
 
@@ -424,14 +427,14 @@ class StageWorker:
             num_blocks=self._num_blocks,
             num_free_blocks=load.num_free_blocks if load else 0,
             block_size=self._block_size,
-            num_live_handles=sum(connector.num_live for connector in self._data.by_kind.values()),
+            num_live_handles=sum(connector.num_live for connector in self.data.by_kind.values()),
             reported_at_s=time.monotonic(),
         )
 
     def stats(self) -> WorkerStats:
         load, encoding, counters = self.load(), self._encoding, self._counters
         engine_stats = self._engine.stats if self._engine is not None else None
-        connectors = self._data.by_kind
+        connectors = self.data.by_kind
         return WorkerStats(
             stage_requests={stage: counters.stage_requests[stage] for stage in self.roles},
             stage_seconds={stage: counters.stage_seconds[stage] for stage in self.roles},

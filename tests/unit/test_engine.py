@@ -1,4 +1,4 @@
-"""The engine's promises: without them users get other tokens under load than alone, or a server that fills up and stops.
+"""The engine's promises: without them users get other tokens under load than alone, or a server that fills up.
 
 Everything runs on a model whose next token depends on every token in its blocks, so that a wrong block shows.
 """
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from epd.cache.kv_cache import allocate_kv_cache
 from epd.config import EngineConfig
-from epd.engine.engine import Engine, PrefillDone, Reservation
+from epd.engine.engine import Engine, PrefillDone
+from epd.engine.reservations import Reservation
 from epd.errors import InvalidRequestError, PromptTooLongError
 from epd.types import (
     Embedding,
@@ -207,7 +208,7 @@ def test_aborting_at_any_step_frees_all_blocks(num_steps):
 
 
 def test_n_choices_share_one_prefill_and_differ():
-    engine, model = make_engine()
+    engine, _ = make_engine()
     sampled = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=8)
     request = prompt("a", 13, sampling=sampled)
     add(engine, request)
