@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-    Frames = np.ndarray[Any, np.dtype[np.uint8]]
     Patches = np.ndarray[Any, np.dtype[np.float32]]
 
 MAX_ASPECT_RATIO = 200
@@ -180,18 +179,22 @@ class Patchifier:
         settings = self._settings
         num_groups, rows, columns = grid_thw
         size, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-        pixels = [self._resize(frame, columns * size, rows * size) for frame in frames]
-        pixels.extend(pixels[-1:] * (num_groups * depth - len(pixels)))
-        clip: Frames = np.stack(pixels)
-        tiles = clip.reshape(num_groups, depth, rows // merge, merge, size, columns // merge, merge, size, 3)
-        # [group, merged row, merged column, row, column, channel, depth, y, x]
-        tiles = tiles.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(num_groups * rows * columns, 3, -1)
-        patches: Patches = np.empty(tiles.shape, dtype=np.float32)
-        for channel in range(3):
-            np.take(self._normalized[channel], tiles[:, channel], out=patches[:, channel], mode="clip")
-        return patches.reshape(len(patches), -1)
+        cut_shape = (3, rows // merge, merge, size, columns // merge, merge, size)
+        tiles_shape = (num_groups, rows // merge, columns // merge, merge, merge, 3, depth, size, size)
+        tiles: Patches = np.empty(tiles_shape, dtype=np.float32)
+        for slot in range(num_groups * depth):
+            if slot < len(frames):
+                planes = self._normalize(frames[slot].resize((columns * size, rows * size), settings.resample))
+            group, moment = divmod(slot, depth)
+            tiles[group, :, :, :, :, :, moment] = planes.reshape(cut_shape).transpose(1, 4, 2, 5, 0, 3, 6)
+        return tiles.reshape(num_groups * rows * columns, -1)
 
-    def _resize(self, frame: Image.Image, width: int, height: int) -> Frames:
+    def _normalize(self, image: Image.Image) -> Patches:
+        """Return float32 ``[3, height, width]`` for an RGB image."""
         import numpy as np
 
-        return np.asarray(frame.resize((width, height), resample=self._settings.resample))
+        pixels = np.asarray(image)
+        planes: Patches = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
+        for channel in range(3):
+            np.take(self._normalized[channel], pixels[:, :, channel], out=planes[channel], mode="clip")
+        return planes
