@@ -38,7 +38,7 @@ class FetchResult:
 class PeerClient(Protocol):
     """Control calls to the owner of a handle, and its data when there is no one-sided transport.
 
-    Raises ``PeerLostError`` when the owner cannot be reached, ``HandleExpiredError`` when it no longer knows the handle.
+    Raises ``PeerLostError`` when the owner cannot be reached, ``HandleExpiredError`` when it no longer knows a handle.
     """
 
     async def read(self, owner: str, handle_id: str, first: int, count: int) -> torch.Tensor:

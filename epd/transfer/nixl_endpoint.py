@@ -1,0 +1,416 @@
+"""A replica's end of all NIXL transfers: its agent, its lease words, its peers, and the reads under way.
+
+Shared by the connectors of one replica. Knows nothing of what the bytes mean.
+
+Why a lease word
+----------------
+A one-sided read asks nobody's leave: if the owner freed the memory meanwhile, the read still ends in ``DONE``, with
+whatever is there now. So each claim has a word in an array that the owner registered, holding a random nonce while the
+claim stands, and the fetcher reads that word *after* its data, in a second transfer that starts once the first has
+ended. As with a seqlock, order makes it a proof:
+
+    owner      word := nonce ... publish | ... word := 0, then free, then someone overwrites the memory
+    fetcher                              read data (ends) -> read word (starts) -> is it the nonce?
+
+Had any byte of the data come from the overwriting, then the word was zeroed before that byte was written, hence before
+it was read, hence before the read of the word began: that read would find 0, or the nonce of a later claim. Finding
+the claim's own nonce therefore proves that every byte was read while the claim stood.
+
+The fetcher reads the word *before* the data too. That costs one small read and buys two things: a claim that ended
+long ago moves no data, and connecting to a peer that does not answer, the step that can hang, has a private word as
+its destination, so that it can be given up after a time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from epd.errors import HandleExpiredError, PeerLostError, TransferError
+from epd.transfer.finish import finish
+from epd.transfer.moves import Move, batches
+from epd.transfer.nixl_agent import Agent, AgentError, Region, State, Transfer
+from epd.transfer.slab import SlabAllocator
+
+__all__ = ["LeaseWord", "NixlEndpoint", "Source"]
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+
+_NUM_LEASE_WORDS = 16384
+_NUM_SCRATCH_WORDS = 1024
+_NONCE_BITS = 62
+_RECEIVE_BYTES = 16 * 2**20
+_MAX_RECEIVE_PIECE_BYTES = 4 * 2**20
+_MAX_BATCH_BYTES = 16 * 2**20
+"""How much one transfer reads: a cancellation, and other reads, wait for that long."""
+_MAX_PEERS = 256
+
+# How to wait: spin for what a small read takes, then sleep ever longer in the thread; a transfer that needs longer than
+# its slice is looked at from the event loop's timer, so that a peer that hangs keeps no thread.
+_SPIN_S = 20e-6
+_FIRST_SLEEP_S = 50e-6
+_LAST_SLEEP_S = 500e-6
+_SLICE_S = 0.02
+_FIRST_PAUSE_S = 0.001
+_LAST_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a peer's memory is and how to reach it, as told by its handle. ``memory`` is (kind, device)."""
+
+    owner: str
+    handle_id: str
+    agent: str
+    description: bytes
+    word_address: int
+    nonce: int
+    memory: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWord:
+    """A claim's word in the owner's registered array; ``revoke`` before the memory is freed."""
+
+    address: int
+    nonce: int
+    revoke: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Peer:
+    name: str
+    num_active: int = 0
+    """Transfers that may still write here, stalled ones included."""
+    num_stalled: int = 0
+    is_lost: bool = False
+
+
+@dataclass(slots=True)
+class _Read:
+    """A posted transfer. Once ``state`` is final, its handle is released and nothing can write any more."""
+
+    peer: _Peer
+    transfer: Transfer
+    state: State = State.ACTIVE
+
+
+@dataclass(slots=True)
+class _Words:
+    """The registered int64 array: lease words, then scratch words that lease words of others are read into."""
+
+    memory: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(_NUM_LEASE_WORDS + _NUM_SCRATCH_WORDS, dtype=torch.int64)
+    )
+    free_leases: list[int] = field(default_factory=lambda: list(range(_NUM_LEASE_WORDS)))
+    free_scratch: list[int] = field(
+        default_factory=lambda: list(range(_NUM_LEASE_WORDS, _NUM_LEASE_WORDS + _NUM_SCRATCH_WORDS))
+    )
+
+    def address(self, slot: int) -> int:
+        return self.memory.data_ptr() + slot * self.memory.itemsize
+
+
+class NixlEndpoint:
+    """See the module. The owner's side is thread-safe and touches no transport; the fetcher's is for the event loop."""
+
+    def __init__(self, owner: str, *, contact_timeout_s: float = 5.0, read_timeout_s: float = 10.0) -> None:
+        """Create the agent, under a name that no other incarnation of this replica has.
+
+        ``contact_timeout_s`` bounds the read of a lease word, first contact included; ``read_timeout_s`` each read into
+        the receive area. Raises ``ImportError`` or ``AgentError``.
+        """
+        self.owner = owner
+        self._agent = Agent(f"{owner}/{uuid.uuid4().hex}")
+        self._contact_timeout_s = contact_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._words = _Words()
+        self._receive = torch.empty(_RECEIVE_BYTES, dtype=torch.uint8)
+        self._receive_ranges = SlabAllocator(_RECEIVE_BYTES)
+        self._word_region = self._agent.register(self._words.memory)
+        self._receive_region = self._agent.register(self._receive)
+        self._description: bytes | None = None
+        self._memory_lock = threading.Lock()
+        """Guards words and receive ranges."""
+        self._peer_lock = threading.Lock()
+        """Guards what is below; held while the agent connects and disconnects."""
+        self._peers: dict[str, _Peer] = {}
+        self._stalled: list[tuple[_Read, Callable[[], None]]] = []
+        """Reads that nobody waits for any more but that may still write, with what to do once they cannot."""
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="epd-nixl")
+
+    # -- owner's side --------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._agent.name
+
+    @property
+    def description(self) -> bytes:
+        """What a peer needs for first contact; fixed from the first use on, when all memory is registered."""
+        if self._description is None:
+            self._description = self._agent.describe()
+        return self._description
+
+    def register(self, tensor: torch.Tensor) -> Region:
+        """Register memory for the endpoint's life, before the first publish: peers learn of it at first contact."""
+        if self._description is not None:
+            raise RuntimeError("memory must be registered before the first handle is published")
+        return self._agent.register(tensor)
+
+    def lend_word(self) -> LeaseWord:
+        """Return a word that stands for a new claim. Raises ``TransferError`` when claims hold all of them."""
+        nonce = secrets.randbelow(2**_NONCE_BITS - 1) + 1
+        with self._memory_lock:
+            if not self._words.free_leases:
+                raise TransferError(f"{_NUM_LEASE_WORDS} handles are live: no more can be published")
+            slot = self._words.free_leases.pop()
+        self._words.memory[slot] = nonce
+
+        def revoke() -> None:
+            self._words.memory[slot] = 0
+            with self._memory_lock:
+                self._words.free_leases.append(slot)
+
+        return LeaseWord(self._words.address(slot), nonce, revoke)
+
+    # -- fetcher's side ------------------------------------------------------------------------------------------------
+
+    async def check_lease(self, source: Source) -> None:
+        """Read the claim's word. Raises ``HandleExpiredError`` unless the claim stands, ``PeerLostError`` in time."""
+        if await finish(self._read_word(source)) != source.nonce:
+            raise HandleExpiredError(f"handle {source.handle_id} was released or its lease ran out")
+
+    async def read_into(self, source: Source, moves: Sequence[Move], local: Region) -> None:
+        """Read straight into registered memory of the caller's. Ends only when nothing can write there any more.
+
+        There is no time-out, because giving up would leave the memory open to writes. A peer that dies ends the read
+        with ``PeerLostError`` at once; one that is merely frozen stalls it, if the transport needs the peer's help
+        (``tcp`` does, ``cma`` and RDMA do not), until it thaws or dies. A cancellation takes effect between batches.
+        """
+        stop = threading.Event()
+        await finish(self._read_batches(source, moves, local, stop), on_cancel=stop.set)
+
+    async def read_bytes(self, source: Source, address: int, into: torch.Tensor) -> None:
+        """Read a range into ordinary memory (uint8 ``[num_bytes]``), by way of the registered receive area.
+
+        So the read is bounded in time: what a stalled peer may still write to is its piece of the receive area, which
+        stays out of use until that has ended. The price is a copy. Registering each destination instead would take
+        0.15 ms here, milliseconds where registering pins pages, and could not be given up.
+
+        Raises ``PeerLostError``, or ``TransferError`` when there is no room to receive.
+        """
+        await finish(self._read_pieces(source, address, into))
+
+    def sweep(self) -> None:
+        """Clear away stalled reads that have ended. Thread-safe."""
+        with self._peer_lock:
+            stalled, self._stalled = self._stalled, []
+        for read, reclaim in stalled:
+            has_ended = self._advance(read, 0.0) is not State.ACTIVE
+            with self._peer_lock:
+                if has_ended:
+                    read.peer.num_stalled -= 1
+                else:
+                    self._stalled.append((read, reclaim))
+            if has_ended:
+                reclaim()
+
+    def close(self) -> None:
+        """Stop the agent, once the reads under way have ended: their memory is kept until then."""
+        with self._peer_lock:
+            self._is_closed = True
+        if not self._try_close():
+            _LOG.warning("%s: NIXL reads are still under way; closing when they end", self.owner)
+            threading.Thread(target=self._close_later, name="epd-nixl-close", daemon=True).start()
+
+    def _try_close(self) -> bool:
+        self.sweep()
+        with self._peer_lock:
+            if any(peer.num_active for peer in self._peers.values()):
+                return False
+        self._threads.shutdown(wait=False)
+        self._agent.close()
+        return True
+
+    def _close_later(self) -> None:
+        while not self._try_close():
+            time.sleep(0.05)
+
+    # -- reads, each run to its end ------------------------------------------------------------------------------------
+
+    async def _read_word(self, source: Source) -> int:
+        with self._memory_lock:
+            if not self._words.free_scratch:
+                raise TransferError(f"{_NUM_SCRATCH_WORDS} fetches are under way: no more can start")
+            slot = self._words.free_scratch.pop()
+        move = Move(source.word_address, self._words.address(slot), self._words.memory.itemsize)
+        reclaim = partial(self._reclaim_scratch, slot)
+        await self._run(source, [move], self._word_region, ("DRAM", 0), self._contact_timeout_s, reclaim)
+        value = int(self._words.memory[slot])
+        reclaim()
+        return value
+
+    async def _read_batches(self, source: Source, moves: Sequence[Move], local: Region, stop: threading.Event) -> None:
+        for batch in batches(moves, _MAX_BATCH_BYTES):
+            if stop.is_set():
+                return
+            await self._run(source, batch, local, source.memory)
+
+    async def _read_pieces(self, source: Source, address: int, into: torch.Tensor) -> None:
+        for start in range(0, into.nbytes, _MAX_RECEIVE_PIECE_BYTES):
+            piece = into[start : start + _MAX_RECEIVE_PIECE_BYTES]
+            offset = await self._take_room(piece.nbytes)
+            move = Move(address + start, self._receive_region.address + offset, piece.nbytes)
+            reclaim = partial(self._reclaim_room, offset)
+            await self._run(source, [move], self._receive_region, source.memory, self._read_timeout_s, reclaim)
+            received = self._receive[offset : offset + piece.nbytes]
+            await self._in_thread(lambda piece=piece, received=received: piece.copy_(received))
+            reclaim()
+
+    async def _take_room(self, num_bytes: int) -> int:
+        """Wait for a piece of the receive area, as long as a read may take."""
+        deadline_s = time.monotonic() + self._read_timeout_s
+        while True:
+            with self._memory_lock:
+                offset = self._receive_ranges.allocate(num_bytes)
+            if offset is not None:
+                return offset
+            if time.monotonic() > deadline_s:
+                raise TransferError("no room to receive an embedding: too many fetches are under way")
+            await asyncio.sleep(_LAST_PAUSE_S / 10)
+
+    def _reclaim_scratch(self, slot: int) -> None:
+        with self._memory_lock:
+            self._words.free_scratch.append(slot)
+
+    def _reclaim_room(self, offset: int) -> None:
+        with self._memory_lock:
+            self._receive_ranges.free(offset)
+
+    async def _run(
+        self,
+        source: Source,
+        moves: Sequence[Move],
+        local: Region,
+        remote: tuple[str, int],
+        timeout_s: float | None = None,
+        reclaim: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read to the end. Unless this returns, ``reclaim`` is called once nothing can write to ``local`` any more.
+
+        Never cancelled: callers run inside ``finish``.
+        """
+        try:
+            read = await self._in_thread(self._start, source, moves, local, remote)
+        except BaseException:
+            reclaim()
+            raise
+        pause_s = _FIRST_PAUSE_S
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while read.state is State.ACTIVE:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                with self._peer_lock:
+                    read.peer.num_stalled += 1
+                    self._stalled.append((read, reclaim))
+                raise PeerLostError(f"replica {source.owner} cannot be reached: no answer within {timeout_s} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            await self._in_thread(self._advance, read, 0.0)
+        if read.state is State.FAILED:
+            reclaim()
+            raise PeerLostError(f"replica {source.owner} cannot be reached: the connection broke")
+
+    def _in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    # -- in a thread ---------------------------------------------------------------------------------------------------
+
+    def _start(self, source: Source, moves: Sequence[Move], local: Region, remote: tuple[str, int]) -> _Read:
+        """Post a read and give it a slice of time. Raises ``PeerLostError``."""
+        self.sweep()
+        peer = self._contact(source)
+        try:
+            transfer = self._agent.read(peer.name, moves, local=(local.kind, local.device), remote=remote)
+        except AgentError as error:
+            self._leave(peer, is_lost=True)
+            raise PeerLostError(f"replica {source.owner} cannot be reached: {error}") from error
+        read = _Read(peer, transfer)
+        self._advance(read, _SLICE_S)
+        return read
+
+    def _advance(self, read: _Read, budget_s: float) -> State:
+        """Wait for a read for at most ``budget_s``; once it has ended, let go of it."""
+        started_s = time.monotonic()
+        sleep_s = _FIRST_SLEEP_S
+        state = read.transfer.state
+        while state is State.ACTIVE:
+            try:
+                state = self._agent.poll(read.transfer)
+            except AgentError:
+                state = State.FAILED
+            elapsed_s = time.monotonic() - started_s
+            if state is not State.ACTIVE or elapsed_s >= budget_s:
+                break
+            if elapsed_s > _SPIN_S:
+                time.sleep(sleep_s)
+                sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
+        if state is not State.ACTIVE:
+            with contextlib.suppress(AgentError):
+                self._agent.release(read.transfer)
+            self._leave(read.peer, is_lost=state is State.FAILED)
+            read.state = state
+        return state
+
+    def _contact(self, source: Source) -> _Peer:
+        """Return the connected peer, counted as active. Raises ``PeerLostError``."""
+        with self._peer_lock:
+            if self._is_closed:
+                raise TransferError("this replica is shutting down and fetches nothing any more")
+            peer = self._peers.pop(source.agent, None)
+            if peer is None:
+                self._make_way()
+                try:
+                    peer = _Peer(self._agent.add_peer(source.description))
+                except AgentError as error:
+                    raise PeerLostError(f"replica {source.owner} cannot be reached: {error}") from error
+            self._peers[source.agent] = peer  # Last in order: used most recently.
+            if peer.is_lost or peer.num_stalled:
+                raise PeerLostError(f"replica {source.owner} cannot be reached: it does not answer earlier reads")
+            peer.num_active += 1
+            return peer
+
+    def _leave(self, peer: _Peer, *, is_lost: bool) -> None:
+        """Count a read as ended. A lost peer is forgotten with its last one: a new handle makes contact anew."""
+        with self._peer_lock:
+            peer.num_active -= 1
+            peer.is_lost = peer.is_lost or is_lost
+            if peer.is_lost and peer.num_active == 0:
+                self._forget(peer)
+
+    def _make_way(self) -> None:
+        """Forget the peer that was idle for longest, when there are many. The caller has the lock."""
+        if len(self._peers) >= _MAX_PEERS:
+            idle = next((peer for peer in self._peers.values() if peer.num_active == 0), None)
+            if idle is not None:
+                self._forget(idle)
+
+    def _forget(self, peer: _Peer) -> None:
+        self._peers.pop(peer.name, None)
+        with contextlib.suppress(AgentError):
+            self._agent.remove_peer(peer.name)
