@@ -132,8 +132,9 @@ class Qwen2_5_VLFamily:
     def video_timestamps(self, duration_s: float, fps: float, num_frames: int) -> tuple[float, ...]:
         """Choose which frames of a clip the model sees: evenly spaced from the start, as ``transformers`` samples.
 
-        The times are exact multiples of the duration over the number of samples; the frame shown at a time is the
-        last one that starts no later. A clip of one frame has one timestamp, any other an even number of them.
+        The times are exact multiples of the duration over the number of samples; the frame taken at a time is the
+        last one that starts no later. Rotary positions follow from these times. A clip of one frame has one
+        timestamp, any other an even number of them.
         """
         if num_frames < 1:
             raise InvalidRequestError("The video has no frames.")
@@ -204,10 +205,13 @@ class Qwen2_5_VLFamily:
         return np.stack(grid).reshape(3, -1).astype(np.int64)
 
     def _seconds_per_group(self, item: MediaItem) -> float:
-        timestamps_s = item.timestamps_s
-        if len(timestamps_s) < 2:
-            return 0.0
-        gap_s = (timestamps_s[-1] - timestamps_s[0]) / (len(timestamps_s) - 1)
+        """Return the time between the temporal patches of a clip, from the times of its frames.
+
+        Frames stand at even times or, rounded to frames of the file, somewhat before them. The largest average gap
+        since the first frame is therefore the nearest to the even one: exact if any frame stands at its even time.
+        """
+        first_s, *later_s = item.timestamps_s or (0.0,)
+        gap_s = max(((time_s - first_s) / count for count, time_s in enumerate(later_s, start=1)), default=0.0)
         return self._processor.patches.temporal_patch_size * gap_s
 
     def load_encoder(self, *, dtype: str, device: str = "cpu") -> Encoder:

@@ -366,3 +366,24 @@ def test_sampled_clips_get_the_positions_of_the_reference(
     )
     ours = family.rotary_positions(Request("r", (1,) * num_tokens, SamplingParams(), (item,)))
     np.testing.assert_array_equal(ours.positions, expected[:, 0].numpy())
+
+
+@pytest.mark.parametrize("fps", [24.0, 25.0, 30.0, 50.0, 60.0])
+@pytest.mark.parametrize("num_seconds", [2, 3, 7, 10])
+def test_times_rounded_to_frames_of_the_file_give_the_same_positions(family: Any, fps: float, num_seconds: int) -> None:
+    even = family.video_timestamps(float(num_seconds), fps, int(num_seconds * fps))
+    rounded = tuple(int(time_s * fps + 1e-6) / fps for time_s in even)
+    grid = family.video_layout(28, 28, even).grid_thw
+    num_tokens = grid[0] * grid[1] * grid[2] // 4
+    first, second = (
+        family.rotary_positions(
+            Request(
+                "r",
+                (1,) * num_tokens,
+                SamplingParams(),
+                (MediaItem(0, VIDEO, "h", PlaceholderRange(0, num_tokens), grid, times),),
+            )
+        ).positions
+        for times in (even, rounded)
+    )
+    np.testing.assert_array_equal(first, second)
