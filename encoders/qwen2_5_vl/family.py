@@ -146,7 +146,8 @@ class Qwen2_5_VLFamily:
         if most == 0:
             return (0.0,)
         wanted = min(max(duration_s * sampling.fps, sampling.min_frames), most)
-        num_samples = max(int(wanted) // group, 1) * group
+        # Two seconds are often stored as a little less, which must not cost a group of frames.
+        num_samples = max(int(wanted + 1e-6) // group, 1) * group
         return tuple(index * duration_s / num_samples for index in range(num_samples))
 
     def expand_placeholders(
