@@ -17,6 +17,7 @@ from epd.config import EngineConfig, MediaConfig, ModelConfig, TransferConfig
 from epd.media.hashing import media_hash
 from epd.stages.life import generate
 from epd.stages.worker import StageWorker
+from epd.transfer.factory import Backend
 from epd.transfer.in_process import InProcessPeers
 from epd.types import MediaItem, Modality, Mode, ModelFamily, Placement, Request, SamplingParams, Stage, TokenChunk
 
@@ -77,7 +78,7 @@ class InProcessCluster:
 async def in_process_cluster(
     model_dir: Path | str,
     *,
-    backend: str = "by_reference",
+    backend: Backend = "by_reference",
     names: Sequence[str] = ("e", "e2", "p", "d", "all"),
     engine: EngineConfig | None = None,
     engines: Mapping[str, EngineConfig] | None = None,

@@ -35,7 +35,7 @@ from epd.stages.encoding import EncodeService
 from epd.stages.stats import Counters, WorkerStats
 from epd.stages.tasks import all_or_first_error
 from epd.transfer.base import PeerClient
-from epd.transfer.factory import build_connectors
+from epd.transfer.factory import Backend, build_connectors
 from epd.types import (
     Embedding,
     EmbeddingHandle,
@@ -80,7 +80,7 @@ class StageWorker:
         transfer: TransferConfig,
         media: MediaConfig,
         peers: PeerClient,
-        backend: str,
+        backend: Backend,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replica_id = replica_id
@@ -102,10 +102,9 @@ class StageWorker:
                 decode_timeout_s=media.decode_timeout_s,
             )
         kv_cache = None
-        self._engine: EngineThread | None = None
+        self.engine_thread: EngineThread | None = None
         self._block_size = engine.block_size
         self._num_blocks = 0
-        self.kv_bytes_per_block = 0
         if roles & {Stage.PREFILL, Stage.DECODE}:
             language_model = family.load_language_model(dtype=model.dtype, device=engine.device)
             spec = language_model.kv_spec
@@ -117,8 +116,7 @@ class StageWorker:
                 device=engine.device,
             )
             self._num_blocks = kv_cache.num_blocks
-            self.kv_bytes_per_block = kv_cache.block_bytes
-            self._engine = EngineThread(Engine(language_model, kv_cache, engine), num_threads=engine.num_threads)
+            self.engine_thread = EngineThread(Engine(language_model, kv_cache, engine), num_threads=engine.num_threads)
         connectors = build_connectors(
             backend,
             owner=replica_id,
@@ -136,8 +134,8 @@ class StageWorker:
     # -- life of the replica -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        if self._engine is not None:
-            self._engine.start()
+        if self.engine_thread is not None:
+            self.engine_thread.start()
         self.data.start()
 
     async def close(self) -> None:
@@ -145,12 +143,12 @@ class StageWorker:
         if self._encoding is not None:
             await self._encoding.close()
         await self.data.close()
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
+        if self.engine_thread is not None:
+            await asyncio.to_thread(self.engine_thread.close)
 
     @property
     def is_healthy(self) -> bool:
-        return self._engine is None or self._engine.is_alive
+        return self.engine_thread is None or self.engine_thread.is_alive
 
     # -- encode --------------------------------------------------------------------------------------------------------
 
@@ -208,7 +206,7 @@ class StageWorker:
                 return Prefilled(kv, first_tokens, done.num_cached_tokens, report)
 
     def _lend(self, done: PrefillDone, rotary_delta: int) -> KVHandle:
-        engine, connector, hold_id = self._engine, self.data.kv, done.hold_id
+        engine, connector, hold_id = self.engine_thread, self.data.kv, done.hold_id
         assert engine is not None
         assert connector is not None
         assert hold_id is not None
@@ -235,27 +233,33 @@ class StageWorker:
         """Run a prompt on the engine while its embeddings are made or fetched; on leaving, drop what is left of it."""
         engine = self._running_engine()
         rotary = self._family.rotary_positions(request)
+        claims = {index: handle for index, handle in enumerate(prompt.embeddings) if handle is not None}
         with HeldEmbeddings(self._embeddings) as held:
             async with engine.stream(request.request_id) as stream:
                 await engine.call(lambda running: running.add(request, rotary, keep_kv=keep_kv))
-                feeding = asyncio.create_task(self._feed(request, prompt, payloads, held))
+                feeding = asyncio.create_task(self._feed(request, claims, payloads, held))
                 feeding.add_done_callback(partial(_fail_with, stream))
                 try:
                     yield stream, feeding
                 finally:
                     feeding.cancel()
                     await asyncio.gather(feeding, return_exceptions=True)
+                    for unfetched in claims.values():
+                        self.data.release_soon(unfetched)
 
     async def _feed(
-        self, request: Request, prompt: Prompt, payloads: Mapping[int, bytes], held: HeldEmbeddings
+        self,
+        request: Request,
+        claims: dict[int, EmbeddingHandle],
+        payloads: Mapping[int, bytes],
+        held: HeldEmbeddings,
     ) -> StageReport:
-        """Give the engine each embedding as it becomes available."""
+        """Give the engine each embedding as it becomes available; take those out of ``claims`` that are fetched."""
         engine = self._running_engine()
 
         async def one(item: MediaItem) -> StageReport:
-            handle = prompt.embeddings[item.index] if prompt.embeddings else None
-            if handle is not None:
-                report = await self._fetch_embedding(item, handle, held)
+            if item.index in claims:
+                report = await self._fetch_embedding(item, claims.pop(item.index), held)
             elif item.index in payloads:
                 report = await self._obtain(item, payloads[item.index], held)
             else:
@@ -412,7 +416,7 @@ class StageWorker:
     # -- what it says of itself ----------------------------------------------------------------------------------------
 
     def load(self) -> ReplicaLoad:
-        load = self._engine.load if self._engine is not None else None
+        load = self.engine_thread.load if self.engine_thread is not None else None
         encoding = self._encoding
         return ReplicaLoad(
             replica_id=self.replica_id,
@@ -433,7 +437,7 @@ class StageWorker:
 
     def stats(self) -> WorkerStats:
         load, encoding, counters = self.load(), self._encoding, self._counters
-        engine_stats = self._engine.stats if self._engine is not None else None
+        engine_stats = self.engine_thread.stats if self.engine_thread is not None else None
         connectors = self.data.by_kind
         return WorkerStats(
             stage_requests={stage: counters.stage_requests[stage] for stage in self.roles},
@@ -472,15 +476,15 @@ class StageWorker:
     async def check_integrity(self) -> None:
         """Assert that all books balance; when idle, that nothing is held."""
         self._embeddings.check_integrity()
-        if self._engine is not None:
-            await self._engine.call(lambda running: running.check_integrity())
+        if self.engine_thread is not None:
+            await self.engine_thread.call(lambda running: running.check_integrity())
         if not any(self._counters.running.values()):
             assert self._embeddings.num_referenced == 0, "idle, but embeddings are still referenced"
 
     def _running_engine(self) -> EngineThread:
-        if self._engine is None:
+        if self.engine_thread is None:
             raise self._lacks(Stage.PREFILL)
-        return self._engine
+        return self.engine_thread
 
     def _lacks(self, stage: Stage) -> StageFailedError:
         return StageFailedError(stage, f"replica {self.replica_id} does not have the role {stage.value}")

@@ -6,6 +6,8 @@ If this fails, splitting a request changes what the user reads, or the model giv
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen
 
 from epd.config import EngineConfig
 from epd.transfer.factory import resolve_backend
-from epd.types import Mode, SamplingParams
+from epd.types import Mode, SamplingParams, Stage
 from tests.in_process import Prompt, in_process_cluster, make_prompt, random_image
 from tests.tiny_checkpoints import tiny_qwen2_5_vl
 
@@ -78,6 +80,13 @@ def build(name: str, case: str) -> Prompt:
     return make_prompt(family_of(name), tokenizer_of(name), PARTS[case], sampling=GREEDY)
 
 
+def block_bytes(block_size: int) -> int:
+    """Size of a KV block of the tiny checkpoint."""
+    config = reference_model("tiny").config.text_config
+    head_dim = config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4 * block_size
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 async def test_tokens_equal_generate_in_every_mode(name, backend):
@@ -116,18 +125,28 @@ async def test_tokens_equal_generate_when_a_chunk_is_smaller_than_an_image(mode)
 @pytest.mark.parametrize("mode", MODES)
 async def test_tokens_equal_generate_after_a_preemption(mode):
     """Blocks for less than the running requests need: the youngest is computed again, or resumes elsewhere."""
-    probe = build("tiny", "three images of different sizes").request
-    longest = probe.num_prompt_tokens + GREEDY.max_tokens
-    async with in_process_cluster(CHECKPOINTS["tiny"](), names=("all",)) as sizing:
-        bytes_per_block = sizing.workers["all"].kv_bytes_per_block
-    num_blocks = -(-longest // 4) + 6
-    tight = EngineConfig(
-        block_size=4, kv_cache_bytes=num_blocks * bytes_per_block // 4, num_threads=1, enable_prefix_cache=False
-    )
-    async with in_process_cluster(CHECKPOINTS["tiny"](), engine=tight) as cluster:
-        cases = ["one image", "three images of different sizes", "one image", "text only"]
-        runs = [cluster.run(build("tiny", case).request, build("tiny", case).payloads, mode) for case in cases]
+    num_tokens = 40
+    cases = ["one image", "three images of different sizes", "one image", "text only"]
+    decode = "d" if mode.splits_decode else "all"
+    longest = build("tiny", "three images of different sizes").request.num_prompt_tokens + num_tokens
+    num_blocks = -(-longest // 4) + 12
+    engines = {decode: EngineConfig(block_size=4, kv_cache_bytes=num_blocks * block_bytes(4), num_threads=1)}
+    roomy = EngineConfig(block_size=4, kv_cache_bytes=8 * 2**20, num_threads=1)
+    async with in_process_cluster(CHECKPOINTS["tiny"](), engine=roomy, engines=engines) as cluster:
+        worker = cluster.workers[decode]
+        is_open = threading.Event()
+        worker.engine_thread.post(lambda engine: is_open.wait(60))
+        sampling = replace(GREEDY, max_tokens=num_tokens)
+        prompts = [build("tiny", case) for case in cases]
+        requests = [replace(prompt.request, sampling=sampling) for prompt in prompts]
+        runs = [
+            asyncio.create_task(cluster.run(request, prompt.payloads, mode))
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        while worker.stats().running_requests[Stage.DECODE] < len(cases):
+            await asyncio.sleep(0.01)
+        is_open.set()
         for case, (tokens, _) in zip(cases, await asyncio.gather(*runs), strict=True):
-            assert tuple(tokens[0]) == expected_tokens("tiny", case), case
-        assert sum(worker.stats().preemptions for worker in cluster.workers.values()) > 0
+            assert tuple(tokens[0]) == expected_tokens("tiny", case, num_tokens), case
+        assert worker.stats().preemptions > 0
         await cluster.check_integrity()
