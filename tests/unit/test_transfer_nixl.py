@@ -1,0 +1,248 @@
+"""What is particular to NIXL: one-sided reads of memory that its owner may reuse, and owners that die or freeze.
+
+If these fail, a reader takes another request's bytes for its own, or one dead replica takes others with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from epd.cache.kv_cache import KVCache, allocate_kv_cache
+from epd.errors import ConfigError, HandleExpiredError, IncompatiblePeerError, PeerLostError
+from epd.transfer.factory import resolve_backend
+from epd.transfer.moves import Move
+from epd.transfer.nixl import NixlEmbeddingConnector, NixlKVConnector
+from epd.transfer.nixl_endpoint import NixlEndpoint, Source
+from epd.transfer.slab import EmbeddingSlab
+from epd.types import EmbeddingHandle, KVHandle, KVSpec
+
+
+def _has_nixl() -> bool:
+    try:
+        return resolve_backend("nixl") == "nixl"
+    except ConfigError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not _has_nixl(), reason="nixl is not installed or does not work here")
+
+NUM_BLOCKS = 64
+
+
+def make_cache(seed: int) -> KVCache:
+    cache = allocate_kv_cache(
+        KVSpec(2, 1, 8, "bfloat16", 2), block_size=16, num_blocks=NUM_BLOCKS, model_fingerprint="m"
+    )
+    cache.blocks.copy_(torch.randn(cache.blocks.shape, generator=torch.Generator().manual_seed(seed)))
+    return cache
+
+
+class Replica:
+    """An endpoint with both connectors."""
+
+    def __init__(self, name: str, *, seed: int, contact_timeout_s: float = 20.0) -> None:
+        self.endpoint = NixlEndpoint(name, contact_timeout_s=contact_timeout_s)
+        self.cache = make_cache(seed)
+        self.kv = NixlKVConnector(self.endpoint, self.cache, 30.0, time.monotonic)
+        self.slab = EmbeddingSlab(8 << 20, 8, torch.float32)
+        self.embedding = NixlEmbeddingConnector(self.endpoint, self.slab, "m", 30.0, time.monotonic)
+
+    def close(self) -> None:
+        self.kv.close()
+        self.embedding.close()
+        self.endpoint.close()
+        assert (self.kv.num_live, self.embedding.num_live, self.slab.used_bytes) == (0, 0, 0)
+
+
+@contextmanager
+def replica(name: str, seed: int, **options: Any) -> Iterator[Replica]:
+    made = Replica(name, seed=seed, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# -- Memory that is reused under a read --------------------------------------------------------------------------------
+
+
+class InterruptedKVConnector(NixlKVConnector):
+    """Lets the test act between the read of the data and the read of the lease word."""
+
+    def interrupt(self) -> None: ...
+
+    async def _read_blocks(self, source: Source, moves: Sequence[Move]) -> None:
+        await super()._read_blocks(source, moves)
+        self.interrupt()
+
+
+async def test_blocks_overwritten_just_before_validation_are_not_taken_for_data() -> None:
+    with replica("owner", 1) as owner, replica("fetcher", 2) as fetcher:
+        handle = owner.kv.publish([3, 4, 9], 40, 0, lambda: owner.cache.blocks.fill_(7.0))
+        kv = InterruptedKVConnector(NixlEndpoint("fetcher"), make_cache(3), 30.0, time.monotonic)
+        kv.interrupt = lambda: owner.kv.release(handle.handle_id)  # type: ignore[method-assign]
+        with pytest.raises(HandleExpiredError):
+            await kv.fetch(handle, [0, 1, 2])
+        # A new claim on the same blocks, under the same lease word, does not validate the old handle either.
+        owner.kv.publish([3, 4, 9], 40, 0, lambda: None)
+        with pytest.raises(HandleExpiredError):
+            await fetcher.kv.fetch(handle, [0, 1, 2])
+        kv.close()
+        kv._endpoint.close()
+
+
+async def test_the_word_is_revoked_before_the_memory_is_freed() -> None:
+    with replica("owner", 1) as owner, replica("fetcher", 2) as fetcher:
+        expected = owner.cache.blocks[5].clone()
+        words_at_free: list[int] = []
+
+        def on_free() -> None:
+            words_at_free.append(int(owner.endpoint._words.memory.count_nonzero()))
+
+        handle = owner.kv.publish([5], 16, 0, on_free)
+        await fetcher.kv.fetch(handle, [5])
+        assert torch.equal(fetcher.cache.blocks[5], expected)
+        assert int(owner.endpoint._words.memory.count_nonzero()) == 1
+        owner.kv.release(handle.handle_id)
+        assert words_at_free == [0]
+
+
+async def test_a_handle_of_another_version_is_refused_in_words() -> None:
+    with replica("owner", 1) as owner, replica("fetcher", 2) as fetcher:
+        handle = owner.kv.publish([5], 16, 0, lambda: None)
+        for transport in (b"", b"\x80\x04pickle", handle.transport[:40], handle.transport[:-16]):
+            with pytest.raises(IncompatiblePeerError, match="run the same version"):
+                await fetcher.kv.fetch(_with(handle, transport), [0])
+
+
+def _with(handle: KVHandle, transport: bytes) -> KVHandle:
+    from dataclasses import replace
+
+    return replace(handle, transport=transport)
+
+
+async def test_a_large_embedding_passes_through_the_receive_area_in_pieces() -> None:
+    with replica("owner", 1) as owner, replica("fetcher", 2) as fetcher:
+        values = torch.randn((200_000, 8), generator=torch.Generator().manual_seed(0))  # 6.4 MB: two pieces.
+        handle = owner.embedding.publish("large", values)
+        fetched = await asyncio.gather(*(fetcher.embedding.fetch(handle) for _ in range(6)))
+        assert all(torch.equal(each, values) for each in fetched)
+        assert fetcher.endpoint._receive_ranges.used_bytes == 0
+
+
+async def test_memory_registered_too_late_for_peers_to_learn_of_is_refused() -> None:
+    with replica("owner", 1) as owner:
+        owner.kv.publish([5], 16, 0, lambda: None)
+        with pytest.raises(RuntimeError, match="before the first handle"):
+            owner.endpoint.register(torch.zeros(8))
+
+
+# -- Another process ---------------------------------------------------------------------------------------------------
+
+
+def serve_owner(connection: Connection) -> None:
+    """An owner in a process of its own: publishes on request, until told to stop or killed."""
+    owner = Replica("owner", seed=1)
+    handles: list[KVHandle | EmbeddingHandle] = []
+    while (asked := connection.recv()) != "stop":
+        if asked == "publish":
+            handles.append(owner.kv.publish(list(range(0, NUM_BLOCKS, 2)), 500, 0, lambda: None))
+            handles.append(owner.embedding.publish("a", torch.arange(80.0).view(10, 8)))
+            connection.send(handles[-2:])
+        elif asked == "release":
+            for handle in handles:
+                owner.kv.release(handle.handle_id)
+                owner.embedding.release(handle.handle_id)
+            connection.send((owner.kv.num_live, owner.embedding.live_bytes))
+    owner.close()
+
+
+@contextmanager
+def owner_process() -> Iterator[tuple[Any, Connection]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_owner, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+        process.join()
+        ours.close()
+
+
+async def test_an_owner_in_another_process_is_read_and_its_death_is_noticed() -> None:
+    with replica("other", 3) as other, replica("fetcher", 2) as fetcher, owner_process() as (process, connection):
+        connection.send("publish")
+        kv_handle, embedding_handle = connection.recv()
+        result = await fetcher.kv.fetch(kv_handle, list(range(32)))
+        assert result.num_bytes == kv_handle.nbytes
+        assert torch.equal(fetcher.cache.blocks[:32], make_cache(1).blocks[::2])
+        assert torch.equal(await fetcher.embedding.fetch(embedding_handle), torch.arange(80.0).view(10, 8))
+
+        connection.send("release")
+        assert connection.recv() == (0, 0)
+        with pytest.raises(HandleExpiredError):
+            await fetcher.kv.fetch(kv_handle, list(range(32)))
+
+        connection.send("publish")
+        kv_handle, embedding_handle = connection.recv()
+        await fetcher.kv.fetch(kv_handle, list(range(32)))
+        process.kill()
+        process.join()
+        async with asyncio.timeout(60):
+            for _ in range(2):
+                with pytest.raises(PeerLostError, match="replica owner cannot be reached"):
+                    await fetcher.kv.fetch(kv_handle, list(range(32)))
+                with pytest.raises(PeerLostError, match="replica owner cannot be reached"):
+                    await fetcher.embedding.fetch(embedding_handle)
+        kept = other.kv.publish([5], 16, 0, lambda: None)
+        await fetcher.kv.fetch(kept, [6])
+        assert torch.equal(fetcher.cache.blocks[6], other.cache.blocks[5])
+        assert_at_rest(fetcher.endpoint)
+
+
+async def test_an_owner_that_is_frozen_at_first_contact_is_given_up_and_met_again_when_it_thaws() -> None:
+    with (
+        replica("fetcher", 2, contact_timeout_s=0.2) as fetcher,
+        owner_process() as (process, connection),
+    ):
+        connection.send("publish")
+        kv_handle, _ = connection.recv()
+        os.kill(process.pid, signal.SIGSTOP)
+        before = fetcher.cache.blocks.clone()
+        async with asyncio.timeout(60):
+            for _ in range(2):
+                with pytest.raises(PeerLostError):
+                    await fetcher.kv.fetch(kv_handle, list(range(32)))
+        assert fetcher.endpoint._stalled
+        assert torch.equal(fetcher.cache.blocks, before)
+        os.kill(process.pid, signal.SIGCONT)
+        async with asyncio.timeout(60):
+            while fetcher.endpoint._stalled:
+                await asyncio.sleep(0.01)
+                fetcher.kv.expire()
+            await fetcher.kv.fetch(kv_handle, list(range(32)))
+        assert torch.equal(fetcher.cache.blocks[:32], make_cache(1).blocks[::2])
+        assert_at_rest(fetcher.endpoint)
+
+
+def assert_at_rest(endpoint: NixlEndpoint) -> None:
+    assert not endpoint._stalled
+    assert all(peer.num_active == 0 and peer.num_stalled == 0 for peer in endpoint._peers.values())
+    assert endpoint._receive_ranges.used_bytes == 0
+    assert len(endpoint._words.free_scratch) == 1024
