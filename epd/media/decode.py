@@ -16,7 +16,7 @@ from epd.errors import MediaError
 from epd.media.clip_frames import frame_size, frame_to_rgb
 from epd.media.color import orient, scaled_transparency, to_rgb
 from epd.media.image_file import check_image_size, opened_image, orientation_of
-from epd.media.video_file import ClipIndex, check_clip_size, frames_at, index_clip, opened_clip
+from epd.media.video_file import ClipIndex, check_clip_size, frames_at, index_clip, limit_decoder, opened_clip
 
 
 def decode_image(data: bytes, config: MediaConfig, *, param: str | None = None) -> Image.Image:
@@ -55,7 +55,7 @@ def decode_video(
 
     def take(*, jumping: bool) -> dict[int, Image.Image] | None:
         with opened_clip(data, param) as (container, stream):
-            stream.codec_context.options = {"max_pixels": str(config.max_pixels)}
+            limit_decoder(stream, config, param)
             cursor = _Cursor(container, stream, index, jumping=jumping)
             images = {}
             for pts in sorted(set(wanted)):

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from epd.config import MediaConfig
 from epd.errors import MediaError
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF")
 """What is opened at all. Pillow knows thirty more, some of which start other programs or are read by nobody's eyes."""
 _FORMAT_NAMES = "JPEG, PNG, WebP, GIF, BMP, TIFF or AVIF"
 

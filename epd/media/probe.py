@@ -12,7 +12,7 @@ from epd.config import MediaConfig
 from epd.errors import MediaError
 from epd.media.clip_frames import frame_size
 from epd.media.image_file import opened_image, oriented_size
-from epd.media.video_file import check_clip_size, frames_at, index_clip, opened_clip
+from epd.media.video_file import check_clip_size, frames_at, index_clip, limit_decoder, opened_clip
 from epd.types import Modality
 
 
@@ -51,9 +51,8 @@ def probe(data: bytes, *, modality: Modality, param: str | None, config: MediaCo
         return MediaInfo(modality, width, height)
     index = index_clip(data, config, param)
     with opened_clip(data, param) as (container, stream):
-        check_clip_size(stream.codec_context.width, stream.codec_context.height, 1, config, param)
+        limit_decoder(stream, config, param)
         # The rotation is known to the decoder only, so one frame is decoded, which also shows that the clip is sound.
-        stream.codec_context.options = {"max_pixels": str(config.max_pixels)}
         first = next(container.decode(stream), None)
         if first is None:
             raise MediaError("the video has no frames that can be decoded", param)

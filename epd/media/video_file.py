@@ -148,6 +148,12 @@ def check_clip_size(width: int, height: int, num_frames: int, config: MediaConfi
         )
 
 
+def limit_decoder(stream: Any, config: MediaConfig, param: str | None) -> None:
+    """Check the size in the container, and keep the decoder from larger frames. Raises ``MediaError``."""
+    check_clip_size(stream.codec_context.width, stream.codec_context.height, 1, config, param)
+    stream.codec_context.options = {"max_pixels": str(config.max_pixels)}
+
+
 def _demuxer(data: bytes, param: str | None) -> str:
     if data[4:8] in _MOV_BOXES:
         return "mov"
