@@ -44,7 +44,8 @@ _Result = TypeVar("_Result")
 def bench(
     url: Annotated[str, typer.Option(help="Base URL of the deployment, with or without /v1.")] = "http://127.0.0.1:8000",
     mode: Annotated[
-        list[str] | None, typer.Option(help="A mode to measure; repeat to compare modes side by side. Default: auto.")
+        list[str] | None,
+        typer.Option(help="A mode to measure, or none to send no epd field; repeat to compare. Default: auto."),
     ] = None,
     peer: Annotated[
         list[str] | None, typer.Option(help="NAME=URL of another OpenAI-compatible server to compare with; repeat.")
@@ -218,7 +219,10 @@ async def _contenders(
     api_key: str | None,
 ) -> tuple[Contender, ...]:
     name = model or str((await _first_model(client, url, api_key)).get("id"))
-    contenders = [Contender(mode, url, name, mode=mode, api_key=api_key) for mode in dict.fromkeys(modes)]
+    contenders = [
+        Contender(mode, url, name, mode=None if mode == "none" else mode, api_key=api_key)
+        for mode in dict.fromkeys(modes)
+    ]
     for peer_name, peer_url in peers:
         peer_model = model or str((await _first_model(client, peer_url, api_key)).get("id"))
         contenders.append(Contender(peer_name, peer_url, peer_model, api_key=api_key))

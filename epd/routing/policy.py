@@ -16,14 +16,16 @@ equal shapes are tried once, under the first formable name.
 from __future__ import annotations
 
 import heapq
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from epd.config import formable_modes
 from epd.errors import StageFailedError, UnsupportedModeError
 from epd.routing.cost_model import CostModel
-from epd.routing.predict import Affinity, EncodePlan, Prediction, Predictor, Worker, queue_weight_s
+from epd.routing.predict import Affinity, EncodePlan, Figures, Prediction, Predictor, Worker, queue_weight_s
 from epd.types import SLO, Mode, Placement, ReplicaLoad, Request, Stage
 
 _CANDIDATES_PER_POOL = 2
@@ -98,17 +100,18 @@ def decide(
     modes = _modes_to_try(mode, roles, has_media=bool(request.items))
     predictor = Predictor(request, slo, cost_model, affinity, max_num_batched_tokens)
     search = _Search(predictor, [load for load in loads if load.replica_id not in excluded])
-    best: tuple[tuple[float, ...], _Candidate, Prediction] | None = None
+    best: _Candidate | None = None
+    best_rank: tuple[float, ...] = ()
     num_considered = 0
     for candidate in search.candidates(modes):
         num_considered += 1
-        prediction = predictor.predict(candidate.plan, candidate.prefill, candidate.decode)
-        rank = _rank(prediction, slo, candidate.spare_roles)
-        if best is None or rank < best[0]:
-            best = rank, candidate, prediction
+        figures = predictor.figures(candidate.plan, candidate.prefill, candidate.decode)
+        rank = _rank(figures, slo, candidate.spare_roles)
+        if best is None or rank < best_rank:
+            best, best_rank = candidate, rank
     if best is None:
         raise _no_replica_left(mode, search, has_media=bool(request.items))
-    _, candidate, prediction = best
+    candidate, prediction = best, predictor.predict(best.plan, best.prefill, best.decode)
     reason = _reason(candidate.mode, mode, prediction, slo, num_considered)
     return Decision(_placement(request, candidate, reason), prediction, num_considered)
 
@@ -152,8 +155,7 @@ def anticipate(loads: Sequence[ReplicaLoad], dispatches: Sequence[Dispatch]) -> 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     mode: Mode
     plan: EncodePlan | None
     prefill: Worker
@@ -168,7 +170,7 @@ class _Search:
         self._predictor = predictor
         self._workers: dict[str, Worker] = {}
         self._shortlists: dict[tuple[str, int], list[Worker]] = {}
-        self._plans: dict[frozenset[str], list[tuple[EncodePlan, int]]] = {}
+        self._plans: dict[tuple[str, ...], tuple[EncodePlan, int]] = {}
         self.pools: dict[str, list[ReplicaLoad]] = {}
         for load in loads:
             self.pools.setdefault(load.pool, []).append(load)
@@ -211,21 +213,26 @@ class _Search:
                     yield _Candidate(mode, plan, prefill, decode, spare + encode_spare)
 
     def _encode_plans(self, used: frozenset[str]) -> list[tuple[EncodePlan, int]]:
-        """Spread the items over the encode pools with the fewest roles, and, if there are others, over all of them."""
-        plans = self._plans.get(used)
-        if plans is None:
-            eligible = [pool for pool, roles in self.roles.items() if Stage.ENCODE in roles and pool not in used]
-            plans = []
-            if eligible:
-                fewest = min(len(self.roles[pool]) for pool in eligible)
-                dedicated = [pool for pool in eligible if len(self.roles[pool]) == fewest]
-                for pools in [dedicated, eligible][: 1 if dedicated == eligible else 2]:
-                    limit = max(_CANDIDATES_PER_POOL, min(_MAX_ENCODERS, len(self._predictor.request.items)))
-                    encoders = [worker for pool in pools for worker in self._shortlist(pool, limit)]
-                    plan = self._predictor.spread(encoders)
-                    plans.append((plan, sum(len(worker.load.roles) - 1 for worker, _ in plan.batches)))
-            self._plans[used] = plans
-        return plans
+        """Spread the items over the encode pools with the fewest roles, and, if there are others, over all of them.
+
+        Each plan comes with the spare roles of its replicas.
+        """
+        eligible = tuple(pool for pool, roles in self.roles.items() if Stage.ENCODE in roles and pool not in used)
+        if not eligible:
+            return []
+        fewest = min(len(self.roles[pool]) for pool in eligible)
+        dedicated = tuple(pool for pool in eligible if len(self.roles[pool]) == fewest)
+        return [self._encode_plan(pools) for pools in dict.fromkeys((dedicated, eligible))]
+
+    def _encode_plan(self, pools: tuple[str, ...]) -> tuple[EncodePlan, int]:
+        known = self._plans.get(pools)
+        if known is None:
+            limit = max(_CANDIDATES_PER_POOL, min(_MAX_ENCODERS, len(self._predictor.request.items)))
+            plan = self._predictor.spread([worker for pool in pools for worker in self._shortlist(pool, limit)])
+            used_workers = {worker.replica_id: worker for worker in plan.assigned}
+            known = plan, sum(len(worker.load.roles) - 1 for worker in used_workers.values())
+            self._plans[pools] = known
+        return known
 
     def _shortlist(self, pool: str, limit: int) -> list[Worker]:
         """Return the least loaded replicas of a pool, best first, and those known to hold part of the request."""
@@ -292,17 +299,15 @@ def _modes_to_try(mode: Mode, pools: Mapping[str, frozenset[Stage]], *, has_medi
     return tuple(shapes.values())
 
 
-def _rank(prediction: Prediction, slo: SLO, spare_roles: int) -> tuple[float, ...]:
-    """Return a candidate's sort key, smallest first; rounded so that noise does not outweigh the next criterion."""
-    lateness = max(1.0, prediction.ttft_s / slo.ttft_s, prediction.itl_s / slo.itl_s)
-    return (
-        -round(prediction.attainment, 2),
-        round(lateness, 1),
-        round(prediction.work_s, 6),
-        spare_roles,
-        round(prediction.ttft_s, 6),
-        round(prediction.itl_s, 6),
-    )
+def _rank(figures: Figures, slo: SLO, spare_roles: int) -> tuple[float, ...]:
+    """Return a candidate's sort key, smallest first.
+
+    Coarse where noise must not outweigh the next criterion: attainment in hundredths, lateness in tenths of the SLO,
+    work in microseconds.
+    """
+    ttft_s, itl_s, _, work_s, attainment = figures
+    lateness = max(1.0, ttft_s / slo.ttft_s, itl_s / slo.itl_s)
+    return (math.floor(0.5 - 100 * attainment), int(10 * lateness), int(1e6 * work_s), spare_roles, ttft_s, itl_s)
 
 
 def _placement(request: Request, candidate: _Candidate, reason: str) -> Placement:

@@ -15,18 +15,15 @@ waits for the longest of them, the one term that chunking cannot bound below one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from epd.routing.cost_model import CostModel
 from epd.types import SLO, MediaItem, ReplicaLoad, Request
 
 EXPECTED_OUTPUT_TOKENS = 128
 """Output length assumed for a request that allows more (mean of the ServeGen image service)."""
-
-_SHARPNESS = 8
-"""How steeply the chance of meeting an objective falls around it; 8 is a prediction error of about 20 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +32,16 @@ class Affinity:
 
     embeddings: Mapping[str, frozenset[str]] = field(default_factory=dict)
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+class Figures(NamedTuple):
+    """The numbers of a ``Prediction``, cheap enough to make for every candidate."""
+
+    ttft_s: float
+    itl_s: float
+    stall_s: float
+    work_s: float
+    attainment: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +87,48 @@ class Worker:
         )
 
 
+class Harm(NamedTuple):
+    """What a placement does to running decodes: how many it pushes over their ITL, the gap they see, summed delay."""
+
+    num_missed: float
+    stall_s: float
+    delay_s: float
+
+    def beside(self, other: Harm) -> Harm:
+        """Add up harm done at two different replicas."""
+        if other is _NO_HARM:
+            return self
+        return Harm(self.num_missed + other.num_missed, max(self.stall_s, other.stall_s), self.delay_s + other.delay_s)
+
+
+_NO_HARM = Harm(0.0, 0.0, 0.0)
+
+
+class _PrefillSide(NamedTuple):
+    ttft_s: float
+    work_s: float
+    gap_s: float
+    harm: Harm
+
+
+class _DecodeSide(NamedTuple):
+    itl_s: float
+    itl_chance: float
+    gap_s: float
+    wait_s: float
+    harm: Harm
+
+
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """Media items spread over encoders: one worker an item in prompt order, and what that costs."""
+    """Media items spread over encoders: one worker an item in prompt order, and what that costs whom."""
 
     assigned: tuple[Worker, ...]
-    batches: tuple[tuple[Worker, float], ...]
     ready_s: float
     work_s: float
+    harm: Harm
+    number: int
+    """Tells the plans of one request apart."""
 
 
 def queue_weight_s(cost_model: CostModel) -> tuple[float, float, float, float]:
@@ -110,7 +151,14 @@ class Predictor:
         self.num_tokens = max(1, request.num_prefill_tokens)
         remaining = max(1, request.sampling.max_tokens - len(request.output_token_ids))
         self.num_output_tokens = min(remaining, EXPECTED_OUTPUT_TOKENS)
-        self._num_choices = request.sampling.n
+        self._kv_transfer_s = cost_model.kv_transfer_s(self.num_tokens)
+        num_choices = request.sampling.n
+        # What decoding adds to the steps of whoever does it, which is the same everywhere.
+        marginal_s = cost_model.decode_step_s(num_choices, num_choices * self.num_tokens)
+        self._decode_work_s = self.num_output_tokens * (marginal_s - cost_model.decode_step_s(0, 0))
+        self._prefill_sides: dict[tuple[int | None, str], _PrefillSide] = {}
+        self._decode_sides: dict[tuple[str, float], _DecodeSide] = {}
+        self._num_plans = 0
 
     # -- replicas
 
@@ -154,7 +202,7 @@ class Predictor:
 
     def _plan(self, encoders: Sequence[Worker], chosen: Sequence[int], holds: Sequence[frozenset[str]]) -> EncodePlan:
         ready_s = work_s = 0.0
-        batches = []
+        harm = _NO_HARM
         for index in dict.fromkeys(chosen):
             items = [item for item, choice in zip(self.request.items, chosen, strict=True) if choice == index]
             prepare_s, encode_s = self._media_s(items, holds[index])
@@ -163,8 +211,11 @@ class Predictor:
             backlog_s = worker.backlog_s if encode_s else 0.0
             ready_s = max(ready_s, backlog_s + prepare_s + encode_s + transfer_s)
             work_s += prepare_s + encode_s + transfer_s
-            batches.append((worker, encode_s))
-        return EncodePlan(tuple(encoders[index] for index in chosen), tuple(batches), ready_s, work_s)
+            if worker.load.num_running:
+                harm = harm.beside(self._harm(worker, worker.step_s + max(worker.interference_s, encode_s)))
+        self._num_plans += 1
+        assigned = tuple(encoders[index] for index in chosen)
+        return EncodePlan(assigned, ready_s, work_s, harm, self._num_plans)
 
     def _media_s(self, items: Sequence[MediaItem], held: frozenset[str]) -> tuple[float, float]:
         counts = [item.num_patches for item in items if item.mm_hash not in held]
@@ -172,13 +223,44 @@ class Predictor:
 
     # -- placements
 
+    def figures(self, plan: EncodePlan | None, prefill: Worker, decode: Worker) -> Figures:
+        """Predict one placement; without a ``plan``, items are encoded by the prefill replica.
+
+        The encoders of a plan must be other replicas than the other two. What depends on one replica only is computed
+        once and kept, since the placements of a request are combinations of few replicas.
+        """
+        prefill_side = self._prefill_side(plan, prefill)
+        ttft_s, work_s, harm = prefill_side.ttft_s, prefill_side.work_s, prefill_side.harm
+        decode_side = self._decode_side(decode, 0.0 if decode is prefill else self._kv_transfer_s)
+        if decode is prefill:
+            ttft_s += decode_side.wait_s
+            harm = self._harm(prefill, max(prefill_side.gap_s, decode_side.gap_s))
+        else:
+            work_s += self._kv_transfer_s
+            harm = harm.beside(decode_side.harm)
+        if plan is not None:
+            harm = harm.beside(plan.harm)
+        attainment = _chance(ttft_s, self.slo.ttft_s) * decode_side.itl_chance - harm.num_missed
+        work_s += self._decode_work_s + harm.delay_s
+        return Figures(ttft_s, decode_side.itl_s, harm.stall_s, work_s, attainment)
+
     def predict(self, plan: EncodePlan | None, prefill: Worker, decode: Worker) -> Prediction:
-        """Predict one placement; without a ``plan``, items are encoded by the prefill replica."""
-        cost_model = self.cost_model
-        is_split = decode is not prefill
+        """Return ``figures`` with what admission asks beside them."""
+        used = [prefill, decode, *(plan.assigned if plan is not None else ())]
+        return Prediction(
+            *self.figures(plan, prefill, decode),
+            is_idle=all(worker.is_idle for worker in used),
+            is_calibrated=self.cost_model.is_calibrated,
+        )
+
+    def _prefill_side(self, plan: EncodePlan | None, prefill: Worker) -> _PrefillSide:
+        key = (None if plan is None else plan.number, prefill.replica_id)
+        known = self._prefill_sides.get(key)
+        if known is not None:
+            return known
         cached = min(self.affinity.prefix_tokens.get(prefill.replica_id, 0), self.num_tokens - 1)
         num_chunks = -(-(self.num_tokens - cached) // self.max_num_batched_tokens)
-        prefill_s = cost_model.prefill_s(self.num_tokens, cached)
+        prefill_s = self.cost_model.prefill_s(self.num_tokens, cached)
         if plan is None:
             held = self.affinity.embeddings.get(prefill.replica_id, frozenset())
             ready_s, inline_s = self._media_s(self.request.items, held)
@@ -186,48 +268,35 @@ class Predictor:
         else:
             ready_s, inline_s, media_work_s = plan.ready_s, 0.0, plan.work_s
         ttft_s = max(prefill.backlog_s, ready_s) + inline_s + prefill_s + num_chunks * prefill.step_s
-        if not is_split:
-            ttft_s += self._block_wait_s(decode)
-        step_after_s = self._step_after_s(decode)
-        kv_transfer_s = cost_model.kv_transfer_s(self.num_tokens) if is_split else 0.0
-        itl_s = self._itl_s(decode, step_after_s, kv_transfer_s, is_split)
+        gap_s = prefill.step_s + max(prefill.interference_s, inline_s, prefill_s / num_chunks)
+        side = _PrefillSide(ttft_s, media_work_s + prefill_s, gap_s, self._harm(prefill, gap_s))
+        self._prefill_sides[key] = side
+        return side
 
-        chunk_s = prefill_s / num_chunks
-        gaps = [(prefill, prefill.step_s + max(prefill.interference_s, inline_s, chunk_s))]
-        gaps.append((decode, step_after_s + decode.interference_s))
-        if plan is not None:
-            gaps += [(worker, worker.step_s + max(worker.interference_s, batch_s)) for worker, batch_s in plan.batches]
-        harmed, stall_s, delay_s = self._harm(gaps)
-        marginal_s = cost_model.decode_step_s(self._num_choices, self._num_choices * self.num_tokens)
-        marginal_s -= cost_model.decode_step_s(0, 0)
-        used = [worker for worker, _ in gaps]
-        return Prediction(
-            ttft_s=ttft_s,
-            itl_s=itl_s,
-            stall_s=stall_s,
-            work_s=media_work_s + prefill_s + kv_transfer_s + self.num_output_tokens * marginal_s + delay_s,
-            attainment=_chance(ttft_s, self.slo.ttft_s) * _chance(itl_s, self.slo.itl_s) - harmed,
-            is_idle=all(worker.is_idle for worker in used),
-            is_calibrated=cost_model.is_calibrated,
-        )
+    def _decode_side(self, decode: Worker, kv_transfer_s: float) -> _DecodeSide:
+        """Predict the decode half.
 
-    def _step_after_s(self, decode: Worker) -> float:
-        load = decode.load
-        return self.cost_model.decode_step_s(
-            load.num_running + self._num_choices, load.num_context_tokens + self._num_choices * self.num_tokens
-        )
-
-    def _itl_s(self, decode: Worker, step_after_s: float, kv_transfer_s: float, is_split: bool) -> float:
-        """Predict the p99 gap: the steady one, and in a short answer also the first, which waits for the KV blocks.
-
-        What queues at the replica now stands for what will queue there while this request decodes.
+        The p99 gap is the steady one, and in a short answer also the first, which waits for the KV blocks. What queues
+        at the replica now stands for what will queue there while this request decodes.
         """
+        key = (decode.replica_id, kv_transfer_s)
+        known = self._decode_sides.get(key)
+        if known is not None:
+            return known
+        load, num_choices = decode.load, self.request.sampling.n
+        step_s = self.cost_model.decode_step_s(
+            load.num_running + num_choices, load.num_context_tokens + num_choices * self.num_tokens
+        )
+        gap_s = step_s + decode.interference_s
+        wait_s = self._block_wait_s(decode)
+        itl_s = gap_s
         if self.num_output_tokens < 2:
-            return 0.0
-        steady_s = step_after_s + decode.interference_s
-        if not is_split or self.num_output_tokens > 100:
-            return steady_s
-        return max(steady_s, kv_transfer_s + step_after_s + self._block_wait_s(decode))
+            itl_s = 0.0
+        elif self.num_output_tokens <= 100 and kv_transfer_s:
+            itl_s = max(gap_s, kv_transfer_s + step_s + wait_s)
+        side = _DecodeSide(itl_s, _chance(itl_s, self.slo.itl_s), gap_s, wait_s, self._harm(decode, gap_s))
+        self._decode_sides[key] = side
+        return side
 
     def _block_wait_s(self, worker: Worker) -> float:
         """Predict the wait for KV blocks, if too few are free, as a share of the time that running decodes go on."""
@@ -239,25 +308,22 @@ class Predictor:
             return 0.0
         return worker.step_s * EXPECTED_OUTPUT_TOKENS * min(1.0, short / load.num_blocks)
 
-    def _harm(self, gaps: Sequence[tuple[Worker, float]]) -> tuple[float, float, float]:
-        """Return (running decodes pushed over their ITL, longest gap they see, summed delay) over distinct workers."""
-        longest: dict[str, tuple[Worker, float]] = {}
-        for worker, gap_s in gaps:
-            known = longest.get(worker.replica_id)
-            if known is None or gap_s > known[1]:
-                longest[worker.replica_id] = (worker, gap_s)
-        harmed = stall_s = delay_s = 0.0
-        for worker, gap_s in longest.values():
-            running = worker.load.num_running
-            if running:
-                before_s = worker.step_s + worker.interference_s
-                harmed += running * (_chance(before_s, self.slo.itl_s) - _chance(gap_s, self.slo.itl_s))
-                delay_s += running * (gap_s - before_s)
-                stall_s = max(stall_s, gap_s)
-        return harmed, stall_s, delay_s
+    def _harm(self, worker: Worker, gap_s: float) -> Harm:
+        """Predict what a gap of ``gap_s`` does to the decodes that run at a replica."""
+        running = worker.load.num_running
+        if not running:
+            return _NO_HARM
+        before_s = worker.step_s + worker.interference_s
+        num_missed = running * (_chance(before_s, self.slo.itl_s) - _chance(gap_s, self.slo.itl_s))
+        return Harm(num_missed, gap_s, running * (gap_s - before_s))
 
 
 def _chance(predicted_s: float, limit_s: float) -> float:
     """Return the chance that a time predicted as ``predicted_s`` is within ``limit_s``: 1/2 when they are equal."""
-    ratio = min(predicted_s / limit_s, 100.0) if limit_s > 0 else 100.0
-    return float(1.0 / (1.0 + math.pow(ratio, _SHARPNESS)))
+    ratio = predicted_s / limit_s
+    if ratio > 100.0:
+        return 0.0
+    # To the eighth power: a prediction error of about 20 %.
+    ratio *= ratio
+    ratio *= ratio
+    return 1.0 / (1.0 + ratio * ratio)

@@ -192,9 +192,7 @@ async def test_an_error_answer_is_logged_not_raised(
     assert (timeline.error, timeline.is_rejected, timeline.is_complete) == (error, is_rejected, False)
 
 
-async def test_a_stream_that_breaks_off_counts_as_failed(
-    fake: FakeOpenAI, url: str, client: httpx.AsyncClient
-) -> None:
+async def test_a_stream_that_breaks_off_counts_as_failed(fake: FakeOpenAI, url: str, client: httpx.AsyncClient) -> None:
     fake.cut_after = 2
     timeline = await send(client, Contender("c", url, "fake"), due())
     assert timeline.error == "decode failed"
@@ -218,9 +216,7 @@ async def test_requests_are_sent_when_due_however_many_still_run(url: str, clien
         slept.append(seconds)
 
     requests = [due(index, due_s=0.5 * index) for index in range(4)]
-    timelines = await run_open_loop(
-        client, Contender("c", url, "fake"), requests, clock=lambda: 100.0, sleep=sleep
-    )
+    timelines = await run_open_loop(client, Contender("c", url, "fake"), requests, clock=lambda: 100.0, sleep=sleep)
     assert sorted(slept) == [0.5, 1.0, 1.5]
     assert [timeline.index for timeline in timelines] == [0, 1, 2, 3]
     assert [timeline.due_at_s for timeline in timelines] == [100.0, 100.5, 101.0, 101.5]
@@ -286,6 +282,23 @@ def test_bench_prints_one_json_document_on_stdout_and_writes_the_same(url: str, 
     assert [each["contender"] for each in report["summaries"]] == ["auto", "epd", "other"]
     assert all(each["attainment"] == 1.0 for each in report["summaries"])
     assert json.loads(report_path.read_text()) == report
+
+
+def test_mode_none_sends_no_extension_that_another_server_might_refuse(fake: FakeOpenAI, url: str) -> None:
+    arguments = ["--url", url, "--mode", "none", "--rate", "20", "--duration", "0.1", "--cv", "0", "--json"]
+    assert invoke(bench, *arguments).exit_code == 0
+    assert fake.bodies
+    assert not any("epd" in body for body in fake.bodies)
+
+
+def test_max_goodput_is_searched_for_each_contender_when_asked_for(url: str) -> None:
+    arguments = ["--rate", "10", "--duration", "0.2", "--cv", "0", "--images", "0", "--output-tokens", "2", "--warmup"]
+    arguments += ["0", "--slo-ttft", "1e-9", "--max-goodput", "--json"]
+    result = invoke(bench, "--url", url, *arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["max_goodput"]["auto"]
+    assert found["rate"] == 0.0
+    assert [rate for rate, _ in found["tried"]][:3] == [10.0, 5.0, 2.5]
 
 
 def test_bench_prints_a_table_with_failures_and_their_reason(fake: FakeOpenAI, url: str) -> None:

@@ -216,6 +216,30 @@ def test_auto_names_a_text_request_by_the_first_formable_mode_of_its_shape() -> 
     assert decision.placement.reason.endswith("the only placement")
 
 
+def test_pruning_a_large_cluster_keeps_its_only_idle_replica() -> None:
+    busy = {"num_waiting": 5, "num_queued_prefill_tokens": 5000, "num_running": 9, "num_context_tokens": 9000}
+    loads = [replica(f"a{i}", "a", {E, P, D}, **({} if i == 613 else busy)) for i in range(1000)]
+    decision = choose(request(1), loads)
+    assert decision.placement.prefill == "a613"
+    assert decision.num_considered <= 4
+
+
+def test_several_choices_weigh_as_several_decodes() -> None:
+    def with_choices(n: int) -> Request:
+        return Request("r", tuple(range(100)), SamplingParams(max_tokens=64, n=n))
+
+    one, eight = (choose(with_choices(n), quickstart(), Mode.EP_D).prediction for n in (1, 8))
+    assert eight.itl_s > one.itl_s
+    assert eight.work_s > one.work_s
+    assert eight.ttft_s == one.ttft_s
+
+
+def test_a_resumed_request_is_placed_by_all_the_tokens_it_must_prefill_again() -> None:
+    fresh = request(0, num_text=100)
+    resumed = fresh.resume_choice(0, range(60))
+    assert choose(resumed, quickstart()).prediction.ttft_s > choose(fresh, quickstart()).prediction.ttft_s
+
+
 # -- what is not possible
 
 
