@@ -1,0 +1,1 @@
+"""The only package that imports Ray: pools, the ingress, routing to one replica, and the ``epd`` command."""

@@ -1,0 +1,50 @@
+"""What travels between the ingress and a replica, and between replicas. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from epd.types import ReplicaLoad, TokenChunk
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[T]):
+    """An answer, with what the replica says of its own load at that moment."""
+
+    value: T
+    load: ReplicaLoad
+
+
+@dataclass(frozen=True, slots=True)
+class StreamItem:
+    """All chunks that were ready when the item left, in order. ``load`` comes on the first item and now and then."""
+
+    chunks: tuple[TokenChunk, ...]
+    load: ReplicaLoad | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """A call's media bytes: in the call itself when small, or deposited ahead of it under a ticket."""
+
+    inline: tuple[tuple[int, bytes], ...] = ()
+    ticket: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """A replica as Serve knows it. Its text form, ``pool#unique_id``, is the replica id everywhere else."""
+
+    pool: str
+    unique_id: str
+
+    def __str__(self) -> str:
+        return f"{self.pool}#{self.unique_id}"
+
+    @classmethod
+    def parse(cls, replica_id: str) -> ReplicaAddress:
+        pool, _, unique_id = replica_id.rpartition("#")
+        return cls(pool, unique_id)

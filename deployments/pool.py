@@ -1,0 +1,199 @@
+"""One replica of a pool: a stage worker behind Serve. Knows nothing of models, placement or HTTP.
+
+Every answer carries the replica's load, so that the ingress rarely has to ask. Sync methods run in Serve's thread pool,
+async ones on the replica's loop, which never runs a forward pass: the worker has threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ray import serve
+
+from deployments.messages import Payloads, ReplicaAddress, Reply, StreamItem
+from deployments.payload_inbox import PayloadInbox
+from epd.errors import AdmissionRejectedError
+from epd.stages.stats import WorkerStats
+from epd.transfer.base import PeerClient
+from epd.types import Encoded, Prefilled, Prompt, ReplicaLoad, Request, StageClient, TokenChunk
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+LOAD_INTERVAL_S = 0.1
+"""How often a stream's items repeat the replica's load."""
+
+
+class Worker(StageClient, Protocol):
+    """What a replica holds: ``epd.stages.worker.StageWorker``, or a fake of it."""
+
+    @property
+    def is_healthy(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def renew(self, handle_ids: Sequence[str]) -> None: ...
+
+    def read(self, handle_id: str, first: int, count: int) -> torch.Tensor: ...
+
+    def load(self) -> ReplicaLoad: ...
+
+    def stats(self) -> WorkerStats: ...
+
+    async def check_integrity(self) -> None: ...
+
+
+WorkerFactory = Callable[[str, PeerClient], Worker]
+"""Builds the worker of the replica with the given id, weights loaded; may take long."""
+
+
+class StagePool:
+    """The deployment class of every pool; one Serve deployment each, named after the pool."""
+
+    def __init__(self, pool: str, make_worker: WorkerFactory, max_ongoing_requests: int) -> None:
+        from deployments.client import RayPeerClient
+
+        context = serve.get_replica_context()
+        self.replica_id = str(ReplicaAddress(pool, context.replica_id.unique_id))
+        self._max_ongoing_requests = max_ongoing_requests
+        self._num_ongoing_requests = 0
+        self._inbox = PayloadInbox()
+        self._starting: asyncio.Task[None] | None = None
+        self._worker = make_worker(self.replica_id, RayPeerClient(context.app_name))
+
+    # -- stages --------------------------------------------------------------------------------------------------------
+
+    async def encode(self, request: Request, payloads: Payloads) -> Reply[Encoded]:
+        with self._admitted(payloads) as data:
+            return self._reply(await self._worker.encode(request, data))
+
+    async def prefill(self, request: Request, prompt: Prompt, payloads: Payloads) -> Reply[Prefilled]:
+        with self._admitted(payloads) as data:
+            return self._reply(await self._worker.prefill(request, prompt, data))
+
+    async def decode(
+        self, request: Request, source: Prompt | Prefilled, payloads: Payloads
+    ) -> AsyncGenerator[StreamItem]:
+        with self._admitted(payloads) as data:
+            load_due_s = time.monotonic()
+            async with contextlib.aclosing(_coalesced(self._worker.decode(request, source, data))) as items:
+                async for chunks in items:
+                    now_s = time.monotonic()
+                    is_load_due = now_s >= load_due_s
+                    if is_load_due:
+                        load_due_s = now_s + LOAD_INTERVAL_S
+                    yield StreamItem(chunks, self._worker.load() if is_load_due else None)
+        yield StreamItem((), self._worker.load())
+
+    async def release(self, handle_ids: Sequence[str]) -> Reply[None]:
+        await self._worker.release(handle_ids)
+        return self._reply(None)
+
+    # -- data plane ----------------------------------------------------------------------------------------------------
+
+    async def deposit(self, ticket: str, indices: Sequence[int], *payloads: bytes) -> None:
+        """Keep bytes that a later call claims by ``ticket``."""
+        self._inbox.deposit(ticket, dict(zip(indices, payloads, strict=True)))
+
+    async def discard(self, ticket: str) -> None:
+        self._inbox.discard(ticket)
+
+    async def renew(self, handle_ids: Sequence[str]) -> None:
+        await self._worker.renew(handle_ids)
+
+    def read(self, handle_id: str, first: int, count: int) -> torch.Tensor:
+        """Return a copy of a handle's data. Called by reference, so that it leaves through the object store."""
+        return self._worker.read(handle_id, first, count)
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def load(self) -> ReplicaLoad:
+        await self._started()
+        return self._worker.load()
+
+    async def stats(self) -> WorkerStats:
+        return self._worker.stats()
+
+    async def check_integrity(self) -> None:
+        """Raise ``AssertionError`` if the worker's memory does not add up, or if bytes wait for nobody."""
+        await self._worker.check_integrity()
+        if not self._num_ongoing_requests:
+            assert not self._inbox.num_bytes, f"{self._inbox.num_bytes} bytes of media are held for no request"
+
+    async def check_health(self) -> None:
+        await self._started()
+        self._inbox.expire()
+        if not self._worker.is_healthy:
+            raise RuntimeError(f"the engine of {self.replica_id} has failed")
+
+    async def __del__(self) -> None:
+        await self._worker.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _started(self) -> None:
+        """Start the worker on this loop, once. Serve checks health before it sends the first request."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._worker.start())
+        await asyncio.shield(self._starting)
+
+    @contextlib.contextmanager
+    def _admitted(self, payloads: Payloads) -> Iterator[dict[int, bytes]]:
+        """Count a stage call against the pool's limit, and hand out its media bytes.
+
+        Serve's own limit is set higher: a replica full of streams must still answer ``release`` and ``renew``.
+        """
+        if self._num_ongoing_requests >= self._max_ongoing_requests:
+            raise AdmissionRejectedError(
+                f"{self.replica_id} is at its limit of {self._max_ongoing_requests} requests", "queue_full", 1.0
+            )
+        self._num_ongoing_requests += 1
+        try:
+            yield dict(payloads.inline if payloads.ticket is None else self._inbox.claim(payloads.ticket).items())
+        finally:
+            self._num_ongoing_requests -= 1
+
+    def _reply(self, value: T) -> Reply[T]:
+        return Reply(value, self._worker.load())
+
+
+async def _coalesced(stream: AsyncGenerator[tuple[TokenChunk, ...]]) -> AsyncGenerator[tuple[TokenChunk, ...]]:
+    """Merge whatever chunks are ready into one item. The first leaves at once; later ones wait only for the wire."""
+    ready: list[TokenChunk] = []
+    wake = asyncio.Event()
+
+    async def pump() -> None:
+        try:
+            async for chunks in stream:
+                ready.extend(chunks)
+                wake.set()
+        finally:
+            wake.set()
+
+    pumping = asyncio.create_task(pump())
+    try:
+        while True:
+            await wake.wait()
+            wake.clear()
+            if ready:
+                chunks, ready = tuple(ready), []
+                yield chunks
+            elif pumping.done():
+                pumping.result()
+                return
+            # The pump may have ended while its last chunks were on the wire.
+            if pumping.done():
+                wake.set()
+    finally:
+        if not pumping.done():
+            pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)
+        await stream.aclose()
