@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
+import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,14 +66,31 @@ class InProcessCluster:
         return tokens, all_chunks
 
     async def check_integrity(self) -> None:
+        """Wait until nothing is on its way, then assert that nothing is held."""
         for worker in self.workers.values():
             await worker.data.settle()
         for worker in self.workers.values():
+            await until(lambda worker=worker: is_idle(worker), f"{worker.replica_id} never came to rest")
             await worker.check_integrity()
-            load = worker.load()
-            assert load.num_live_handles == 0, f"{worker.replica_id} still lends memory"
-            assert load.num_free_blocks == load.num_blocks, f"{worker.replica_id} still uses blocks"
-            assert not any(worker.stats().running_requests.values())
+
+
+def is_idle(worker: StageWorker) -> bool:
+    """Whether a replica holds nothing: no claims lent, no blocks used, no request in any stage."""
+    load = worker.load()
+    return (
+        load.num_live_handles == 0
+        and load.num_free_blocks == load.num_blocks
+        and load.num_queued_encode_items == 0
+        and not any(worker.stats().running_requests.values())
+    )
+
+
+async def until(condition: Callable[[], object], complaint: str = "it never happened") -> None:
+    """Poll a condition that other threads bring about. Raises ``AssertionError`` after a minute."""
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, complaint
+        await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

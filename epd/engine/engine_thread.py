@@ -67,7 +67,7 @@ class RequestStream:
 
     async def prefill_done(self) -> PrefillDone:
         """Wait for the prefill of a ``keep_kv`` request. Raises what ended it."""
-        return await self._prefill_done
+        return await asyncio.shield(self._prefill_done)  # a cancelled reader must not cancel the result
 
     def take_hold(self) -> None:
         """Take over the blocks that a finished prefill holds; until then, leaving the stream frees them."""
