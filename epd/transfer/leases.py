@@ -45,7 +45,7 @@ class LeaseTable(Generic[Payload]):
         self._lock = threading.Lock()
         self._claims: dict[str, _Claim[Payload]] = {}
         self._live_bytes = 0
-        self._is_closed = False
+        self.is_closed = False
 
     @property
     def num_live(self) -> int:
@@ -60,7 +60,7 @@ class LeaseTable(Generic[Payload]):
         """Add a claim and return its handle id, which cannot be guessed. Raises ``TransferError`` once closed."""
         handle_id = uuid.uuid4().hex
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise TransferError("this replica is shutting down and lends nothing out any more")
             self._claims[handle_id] = _Claim(payload, num_bytes, on_free, self._clock() + self.lease_s)
             self._live_bytes += num_bytes
@@ -89,7 +89,7 @@ class LeaseTable(Generic[Payload]):
     def close(self) -> None:
         """End all claims and refuse new ones."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             freed = self._end(list(self._claims))
         _free(freed)
 

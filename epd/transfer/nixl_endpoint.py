@@ -232,8 +232,10 @@ class NixlEndpoint:
                 reclaim()
 
     def close(self) -> None:
-        """Stop the agent, once the reads under way have ended: their memory is kept until then."""
+        """Stop the agent, once the reads under way have ended: their memory is kept until then. Idempotent."""
         with self._peer_lock:
+            if self._is_closed:
+                return
             self._is_closed = True
         if not self._try_close():
             _LOG.warning("%s: NIXL reads are still under way; closing when they end", self.owner)

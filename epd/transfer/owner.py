@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from epd.cache.kv_cache import KVCache
-from epd.errors import IncompatiblePeerError
+from epd.errors import IncompatiblePeerError, TransferError
 from epd.transfer.leases import LeaseTable
 from epd.transfer.slab import EmbeddingSlab, StoredEmbedding, wait_for_device
 from epd.types import EmbeddingHandle, Handle, KVHandle
@@ -84,6 +85,7 @@ class KVOwner:
         )
 
     def _check_fetch(self, handle: KVHandle, into: Sequence[int], first_block: int) -> None:
+        _check_open(self._leases)
         what = "KV blocks", "engine.block_size, model, revision and dtype"
         _check_peer(handle, self.owner, self.backend, self._kv_cache.layout, *what)
         _check_range("blocks", first_block, len(into), handle.num_blocks)
@@ -158,6 +160,7 @@ class EmbeddingOwner:
         )
 
     def _check_fetch(self, handle: EmbeddingHandle) -> None:
+        _check_open(self._leases)
         what = "embeddings", "model, revision and dtype"
         _check_peer(handle, self.owner, self.backend, self._layout, *what)
         expected_bytes = handle.num_tokens * self._slab.width * self._slab.dtype.itemsize
@@ -169,6 +172,11 @@ class EmbeddingOwner:
 
     def _dropper(self, stored: StoredEmbedding) -> Callable[[], None]:
         return partial(self._slab.drop, stored)
+
+
+def _check_open(leases: LeaseTable[Any]) -> None:
+    if leases.is_closed:
+        raise TransferError("this replica is shutting down and fetches nothing any more")
 
 
 def _check_peer(handle: Handle, owner: str, backend: str, layout: str, what: str, to_check: str) -> None:

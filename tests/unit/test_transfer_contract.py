@@ -280,6 +280,16 @@ async def test_closing_frees_every_claim_once_and_refuses_new_ones(cluster: Clus
     assert on_free.count == 3
 
 
+async def test_a_closed_replica_fetches_nothing(cluster: Cluster) -> None:
+    owner, closed = cluster.add("owner"), cluster.add("closed")
+    kv_handle, embedding_handle = publish(owner, [1]), owner.embedding.publish("a", embedding(3))
+    closed.connectors.close()
+    with pytest.raises(TransferError, match="shutting down"):
+        await closed.kv.fetch(kv_handle, [1])
+    with pytest.raises(TransferError, match="shutting down"):
+        await closed.embedding.fetch(embedding_handle)
+
+
 # -- KV: what goes wrong -----------------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,11 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -127,8 +129,6 @@ async def test_a_handle_of_another_version_is_refused_in_words() -> None:
 
 
 def _with(handle: KVHandle, transport: bytes) -> KVHandle:
-    from dataclasses import replace
-
     return replace(handle, transport=transport)
 
 
@@ -239,6 +239,25 @@ async def test_an_owner_that_is_frozen_at_first_contact_is_given_up_and_met_agai
             await fetcher.kv.fetch(kv_handle, list(range(32)))
         assert torch.equal(fetcher.cache.blocks[:32], make_cache(1).blocks[::2])
         assert_at_rest(fetcher.endpoint)
+
+
+async def test_closing_while_a_frozen_owner_may_still_write_keeps_the_memory_until_it_cannot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with replica("fetcher", 2, contact_timeout_s=0.2) as fetcher, owner_process() as (process, connection):
+        connection.send("publish")
+        kv_handle, _ = connection.recv()
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(PeerLostError):
+            await fetcher.kv.fetch(kv_handle, [0], first_block=31)
+        fetcher.endpoint.close()
+        assert "still under way" in caplog.text
+        (closing,) = (thread for thread in threading.enumerate() if thread.name == "epd-nixl-close")
+        assert closing.is_alive()
+        process.kill()
+        closing.join(60)
+        assert not closing.is_alive()
+        assert not fetcher.endpoint._stalled
 
 
 def assert_at_rest(endpoint: NixlEndpoint) -> None:
