@@ -1,0 +1,79 @@
+"""Configuration: a typo or an impossible topology must stop the start, by name, not show up as a hanging request."""
+
+from __future__ import annotations
+
+import pytest
+
+from epd.config import formable_modes, parse_config
+from epd.errors import ConfigError
+from epd.types import Mode, Stage
+
+E, P, D = Stage.ENCODE, Stage.PREFILL, Stage.DECODE
+POOLS = {
+    "encode": {"roles": ["encode"]},
+    "prefill": {"roles": ["encode", "prefill"]},
+    "decode": {"roles": ["encode", "prefill", "decode"]},
+}
+
+
+def test_the_smallest_configuration_is_one_pool():
+    config = parse_config({"pools": {"all": {"roles": ["encode", "prefill", "decode"]}}})
+    assert config.modes == (Mode.AGGREGATED,)
+    assert config.model.served_name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("args", "path", "words"),
+    [
+        ({}, "args.pools", "required"),
+        ({"pools": POOLS, "routr": {}}, "args.routr", "unknown key"),
+        ({"pools": {"a": {"roles": ["encode"], "replicas": 2}}}, "args.pools.a.replicas", "unknown key"),
+        ({"pools": {"a": {"roles": ["decoder"]}}}, "args.pools.a.roles.0", "encode"),
+        ({"pools": POOLS, "engine": {"block_size": 0}}, "args.engine.block_size", "greater than 0"),
+        ({"pools": POOLS, "engine": {"max_num_seqs": 99999}}, "args.engine", "max_num_batched_tokens"),
+        ({"pools": {"a": {"roles": ["encode", "prefill"]}}}, "args", "no pool has the role decode"),
+        ({"pools": {**POOLS, "x": {"roles": ["decode"], "engine": {"bock": 1}}}}, "args", "pools.x.engine"),
+        ({"pools": {**POOLS, "x": {"roles": ["decode"], "engine": {"block_size": 8}}}}, "args", "same in all pools"),
+        ({"pools": {"a": {"roles": ["encode", "encode"]}}}, "args.pools.a", "repeat"),
+        (
+            {"pools": {"a": {"roles": ["encode"], "num_replicas": 1, "autoscaling_config": {}}}},
+            "args.pools.a",
+            "not both",
+        ),
+        (
+            {"pools": {"all": {"roles": ["encode", "prefill", "decode"]}}, "router": {"mode": "epd"}},
+            "args",
+            "cannot form epd",
+        ),
+        ({"pools": POOLS, "transfer": {"backend": "carrier-pigeon"}}, "args.transfer.backend", "nixl"),
+        ({"pools": POOLS, "model": {"dtype": "int3"}}, "args.model.dtype", "float32"),
+    ],
+)
+def test_a_bad_value_is_named_by_its_path(args, path, words):
+    with pytest.raises(ConfigError) as raised:
+        parse_config(args)
+    assert raised.value.path == path
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("pools", "modes"),
+    [
+        ({"all": {E, P, D}}, [Mode.AGGREGATED]),
+        ({"e": {E}, "pd": {P, D}}, [Mode.E_PD]),
+        ({"e": {E}, "p": {P}, "d": {D}}, [Mode.EPD]),
+        ({"p": {E, P}, "d": {D}}, [Mode.EP_D]),
+        ({"e": {E}, "p": {E, P}, "d": {E, P, D}}, [Mode.AGGREGATED, Mode.E_PD, Mode.EP_D, Mode.EPD]),
+        ({"e": {E}, "all": {E, P, D}}, [Mode.AGGREGATED, Mode.E_PD]),
+        ({"p": {P}, "d": {D}}, []),
+    ],
+)
+def test_modes_follow_from_the_roles_of_the_pools(pools, modes):
+    assert list(formable_modes({name: frozenset(roles) for name, roles in pools.items()})) == modes
+
+
+def test_a_pool_may_override_single_engine_fields():
+    config = parse_config({"pools": {**POOLS, "x": {"roles": ["decode"], "engine": {"max_num_seqs": 3}}}})
+    assert config.engine_of("x").max_num_seqs == 3
+    assert config.engine_of("x").block_size == config.engine.block_size
+    assert config.engine_of("encode").max_num_seqs == config.engine.max_num_seqs
