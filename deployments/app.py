@@ -17,16 +17,15 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from deployments.auth import load_api_keys
-from deployments.ingress import INGRESS, IngressDeployment
+from deployments.checks_before_start import check_before_start
+from deployments.ingress import IngressDeployment
+from deployments.messages import INGRESS
 from deployments.pinned import ROUTER_PATH
-from deployments.placing import build_cost_model
 from deployments.pool import StagePool, Worker, WorkerFactory
 from encoders import resolve_family
 from epd.config import AppConfig, PoolConfig, parse_config
-from epd.errors import ConfigError
 from epd.transfer.base import PeerClient
-from epd.transfer.factory import Backend, resolve_backend
+from epd.transfer.factory import Backend
 
 CONTROL_HEADROOM = 1024
 """Concurrent calls that a replica accepts beyond its stage calls: reads, renewals, releases, polls."""
@@ -40,9 +39,8 @@ _ENVIRONMENT = {
 def build_app(args: dict[str, Any]) -> Application:
     """Return the application. Raises ``ConfigError`` naming the YAML path of what cannot work."""
     config = parse_config(args)
-    _check_before_start(config)
     # Resolved once: replicas that chose for themselves could differ, and not understand each other's handles.
-    backend = resolve_backend(config.transfer.backend)
+    backend = check_before_start(config)
     return assemble(config, lambda pool: WorkerBuilder(config, pool, backend))
 
 
@@ -83,15 +81,6 @@ def _actor_options(given: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
     runtime_env = dict(options.get("runtime_env") or {})
     runtime_env["env_vars"] = {**_ENVIRONMENT, **runtime_env.get("env_vars", {})}
     return {**options, "runtime_env": runtime_env}
-
-
-def _check_before_start(config: AppConfig) -> None:
-    """Find out now what would otherwise fail in every replica, again and again."""
-    if INGRESS in config.pools:
-        raise ConfigError("args.pools.ingress", "this name is taken by the ingress deployment")
-    resolve_family(config.model)
-    build_cost_model(config)
-    load_api_keys(config.ingress)
 
 
 @dataclass(frozen=True, slots=True)

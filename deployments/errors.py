@@ -66,5 +66,8 @@ def to_http(error: BaseException, request_id: str) -> HttpError:
             if status == 503 and retry_after_s is None:
                 retry_after_s = _RETRY_AFTER_S
             code = getattr(error, "reason", None) if status == 429 else code
-            return HttpError(status, error.message, type_, code, getattr(error, "param", None), retry_after_s)
+            param = getattr(error, "param", None)
+            # Most clients show the message alone, so it names the part too.
+            message = error.message if not param or param in error.message else f"{param}: {error.message}"
+            return HttpError(status, message, type_, code, param, retry_after_s)
     return HttpError(500, f"internal error; the request's id is {request_id}", _SERVER, "internal_error")

@@ -18,11 +18,13 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
 
 from deployments.auth import load_api_keys
 from deployments.client import PayloadStore, RayStageClient, ReplicaHandle
 from deployments.cluster_view import ClusterView
-from deployments.messages import ReplicaAddress
+from deployments.errors import HttpError
+from deployments.messages import INGRESS, ReplicaAddress
 from deployments.metrics import IngressMetrics, ReplicaSnapshot, render
 from deployments.placing import Placer, build_cost_model
 from deployments.preparation import Preparer
@@ -38,9 +40,18 @@ logger = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 1.0
 POLL_TIMEOUT_S = 5.0
-INGRESS = "ingress"
+
+
+def _http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Answer for unknown paths and methods as for everything else."""
+    status = getattr(error, "status_code", 404)
+    detail = getattr(error, "detail", "error")
+    reply = HttpError(status, f"{request.method} {request.url.path}: {detail}", "invalid_request_error")
+    return JSONResponse(reply.body, status_code=reply.status, headers=getattr(error, "headers", None))
+
 
 app = FastAPI(title="ray-epd", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+app.add_exception_handler(HTTPException, _http_exception)
 
 
 class Ingress:

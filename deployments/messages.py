@@ -9,6 +9,9 @@ from epd.types import ReplicaLoad, TokenChunk
 
 T = TypeVar("T")
 
+INGRESS = "ingress"
+"""The name of the ingress deployment."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):

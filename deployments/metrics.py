@@ -80,8 +80,11 @@ class IngressMetrics:
         self._e2e.labels(self._replica, mode).observe(e2e_s)
 
     def families(self) -> list[Metric]:
-        """Return a snapshot, picklable, for another ingress's page."""
-        return list(self.registry.collect())
+        """Return a snapshot, picklable, for another ingress's page; without the times at which series began."""
+        families = list(self.registry.collect())
+        for family in families:
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        return families
 
 
 class RequestCount:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -178,7 +178,7 @@ class OpenAIService:
         if run.body.epd.trace:
             content["epd"] = exchange.trace
         run.count.end(exchange.mode, 200)
-        return JSONResponse(content, headers=_headers(run.request_id, exchange.mode))
+        return JSONResponse(content, headers={MODE_HEADER: exchange.mode})
 
     async def _streamed(self, run: _Run) -> Response:
         """Wait for the first tokens, so that whatever fails before them is a plain error reply."""
@@ -193,7 +193,7 @@ class OpenAIService:
             await stream.aclose()
             run.count.end(run.exchange.mode, CLIENT_CLOSED)
 
-        headers = _headers(run.request_id, run.exchange.mode)
+        headers = {MODE_HEADER: run.exchange.mode}
         return EventStream(self._events(run, first, stream), headers, on_end=end)
 
     async def _events(
@@ -246,9 +246,7 @@ class OpenAIService:
 
     def _error_reply(self, error: Exception, request_id: str) -> Response:
         reply = self._http_error(error, request_id)
-        return JSONResponse(
-            reply.body, status_code=reply.status, headers={**reply.headers, REQUEST_ID_HEADER: request_id}
-        )
+        return JSONResponse(reply.body, status_code=reply.status, headers=reply.headers)
 
     @staticmethod
     def _http_error(error: Exception, request_id: str) -> HttpError:
@@ -275,10 +273,6 @@ async def read_body(http: HttpRequest, max_bytes: int) -> bytes:
 
 
 def _request_id(http: HttpRequest) -> str:
-    """Return the client's own id if it is fit for logs, or a new one."""
+    """Return the id under which Serve logs the request (the client's own, if it sent one), or a new one."""
     given = http.headers.get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-
-
-def _headers(request_id: str, mode: str) -> Mapping[str, str]:
-    return {MODE_HEADER: mode, REQUEST_ID_HEADER: request_id}
