@@ -38,8 +38,11 @@ class KVCache:
 def allocate_kv_cache(
     spec: KVSpec, *, block_size: int, num_blocks: int, model_fingerprint: str, device: str = "cpu"
 ) -> KVCache:
-    """Allocate zeroed blocks. ``model_fingerprint`` enters ``layout`` with every dimension."""
+    """Allocate zeroed blocks. ``model_fingerprint`` enters ``layout`` with every dimension.
+
+    Every page is written here: left to the first transfer, page faults would stall it for hundreds of milliseconds.
+    """
     shape = (num_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
-    blocks = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+    blocks = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device).zero_()
     described = f"kv/1|{model_fingerprint}|{spec}|{block_size}"
     return KVCache(blocks, spec, block_size, hashlib.sha256(described.encode()).hexdigest()[:16])
