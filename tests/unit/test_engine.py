@@ -6,7 +6,8 @@ Everything runs on a model whose next token depends on every token in its blocks
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -368,35 +369,121 @@ def test_a_decode_replica_without_the_embeddings_gives_a_preempted_request_back_
     source.check_integrity()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@dataclass
+class Schedule:
+    """A random history of two engines, one of which hands some of its requests to the other, and what came out."""
+
+    source: Engine
+    target: Engine
+    requests: dict[str, Request] = field(default_factory=dict)
+    got: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    holds: dict[str, int] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)
+
+    def add(self, request: Request, *, is_split: bool) -> None:
+        self.requests[request.request_id] = request
+        self.got[request.request_id] = {choice: [] for choice in range(request.sampling.n)}
+        add(self.source, request, keep_kv=is_split)
+        if request.items:
+            self.source.set_embedding(request.request_id, 0, Embedding(rows_of(request.items[0].mm_hash)))
+
+    def step(self, engine: Engine) -> None:
+        engine.serve_reservations()
+        output = engine.step()
+        for request_id, chunks in output.chunks.items():
+            self._take(request_id, chunks)
+        for done in output.prefilled:
+            self._take(done.request_id, done.first_tokens)
+            if done.hold_id is not None:
+                self._hand_over(done)
+        for request_id in output.returned:
+            self._resume(request_id)
+        engine.check_integrity()
+
+    def _take(self, request_id: str, chunks: Iterable[TokenChunk]) -> None:
+        for chunk in chunks:
+            self.got[request_id][chunk.choice].extend(chunk.token_ids)
+
+    def _hand_over(self, done: PrefillDone) -> None:
+        request = self.requests[done.request_id]
+        self.holds[done.request_id] = done.hold_id
+
+        def on_ready(reservation: Reservation) -> None:
+            wanted = list(done.block_ids[reservation.num_cached_blocks :])
+            self.target.kv_cache.blocks[reservation.missing_blocks] = self.source.kv_cache.blocks[wanted]
+            self.source.release_hold(done.hold_id)
+            positions = text_positions(request.num_prompt_tokens)
+            self.target.activate(reservation, done.first_tokens, positions, has_kv=True)
+
+        self.target.reserve(request, done.num_tokens, on_ready)
+
+    def _resume(self, request_id: str) -> None:
+        """Compute a returned request again where its embeddings are, choice by choice."""
+        request = self.requests[request_id]
+        for choice, tokens in self.got[request_id].items():
+            if len(tokens) < request.sampling.max_tokens:
+                part = replace(request.resume_choice(choice, tokens), request_id=f"{request_id}/{choice}")
+                self.requests[part.request_id] = part
+                self.got[part.request_id] = {choice: tokens}
+                add(self.source, part)
+                self.source.set_embedding(part.request_id, 0, Embedding(rows_of(request.items[0].mm_hash)))
+
+    def abort(self, request_id: str) -> None:
+        self.source.abort(request_id)
+        self.target.abort(request_id)
+        if request_id in self.holds:
+            self.source.release_hold(self.holds[request_id])  # as the driver of a request releases its handle
+        self.aborted.add(request_id)
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not (self.source.num_live_requests or self.target.num_live_requests):
+                return
+            self.step(self.source)
+            self.step(self.target)
+        raise AssertionError("the engines made no progress")
+
+
+@st.composite
+def requests(draw, index: int) -> Request:
+    sampling = replace(GREEDY, max_tokens=draw(st.integers(1, 8)), n=draw(st.sampled_from([1, 1, 1, 2, 3])))
+    if draw(st.booleans()):
+        return image_request(f"r{index}", draw(st.sampled_from(["red", "blue"])), sampling=sampling)
+    return prompt(f"r{index}", draw(st.integers(1, 14)), seed=draw(st.integers(0, 1)), sampling=sampling)
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_random_schedules_keep_the_books_and_the_tokens(data):
-    """Add, abort, preempt, finish, share prefixes, fork: every surviving request gets exactly its tokens."""
-    num_blocks = data.draw(st.integers(8, 24), "num_blocks")
-    engine, model = make_engine(
-        num_blocks=num_blocks, max_tokens=data.draw(st.integers(5, 24), "max_tokens"), max_seqs=5
-    )
-    live: dict[str, Request] = {}
-    got: dict[str, list[int]] = {}
-    for index in range(data.draw(st.integers(2, 10), "num_requests")):
-        length = data.draw(st.integers(1, 16), "length")
-        request = prompt(f"r{index}", length, seed=data.draw(st.integers(0, 1), "seed"))
-        request = replace(request, sampling=replace(GREEDY, max_tokens=data.draw(st.integers(1, 10), "max_tokens")))
-        live[request.request_id] = request
-        got[request.request_id] = []
-        add(engine, request)
-        for _ in range(data.draw(st.integers(0, 6), "num_steps")):
-            output = engine.step()
-            for request_id, chunks in output.chunks.items():
-                got[request_id] += tokens_of(chunks)
-            engine.check_integrity()
-        if live and data.draw(st.booleans(), "abort?"):
-            victim = data.draw(st.sampled_from(sorted(live)), "victim")
-            engine.abort(victim)
-            del live[victim]
-    for request_id, choices in run(engine).items():
-        got[request_id] += tokens_of(choices[0])
-    for request_id, request in live.items():
-        assert got[request_id] == expected(model, request)
-    engine.check_integrity()
-    assert engine.pool.num_free == num_blocks
+    """Add, abort, preempt, finish, share prefixes, fork, hand over, give back: the rest get exactly their tokens."""
+    check_random_schedule(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_ten_thousand_random_schedules_keep_the_books_and_the_tokens(data):
+    check_random_schedule(data)
+
+
+def check_random_schedule(data) -> None:
+    max_tokens = data.draw(st.integers(4, 20), "max_num_batched_tokens")
+    source, model = make_engine(num_blocks=data.draw(st.integers(14, 24), "blocks"), max_tokens=max_tokens, max_seqs=4)
+    target, _ = make_engine(num_blocks=data.draw(st.integers(14, 24), "blocks"), max_tokens=max_tokens, max_seqs=4)
+    schedule = Schedule(source, target)
+    for index in range(data.draw(st.integers(2, 7), "num_requests")):
+        schedule.add(data.draw(requests(index)), is_split=data.draw(st.booleans(), "split?"))
+        for _ in range(data.draw(st.integers(0, 4), "num_steps")):
+            schedule.step(source)
+            schedule.step(target)
+        if data.draw(st.integers(0, 4), "abort?") == 0:
+            schedule.abort(data.draw(st.sampled_from(sorted(schedule.requests)), "victim"))
+    schedule.finish()
+    for request_id, request in schedule.requests.items():
+        if request_id.split("/")[0] not in schedule.aborted:
+            rows = [rows_of(item.mm_hash) for item in request.items]
+            for tokens in schedule.got[request_id].values():
+                assert tokens == expected(model, request, *rows)
+    for engine in (source, target):
+        engine.check_integrity()
+        assert engine.pool.num_free == engine.pool.num_blocks
