@@ -243,9 +243,7 @@ def test_a_correction_stays_positive_and_finite_whatever_it_sees(observations: l
 
 
 def make_request() -> Request:
-    items = tuple(
-        MediaItem(i, Modality.IMAGE, f"hash{i}", PlaceholderRange(i * 25, 25), (1, 10, 10)) for i in range(2)
-    )
+    items = tuple(MediaItem(i, Modality.IMAGE, f"hash{i}", PlaceholderRange(i * 25, 25), (1, 10, 10)) for i in range(2))
     return Request("r", tuple(range(80)), SamplingParams(max_tokens=11), items)
 
 
