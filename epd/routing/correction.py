@@ -113,11 +113,20 @@ def observe(
     if report.cached.get("embedding_items", 0):
         predicted.pop(CostStage.ENCODE, None)
         predicted.pop(CostStage.PREPROCESS, None)
+    timings = report.timings_s
     result = dict(corrections)
     for stage, predicted_s in predicted.items():
-        actual_s = report.timings_s.get(stage.value, 0.0)
+        actual_s = _prefill_alone_s(report, placement) if stage is CostStage.PREFILL else timings.get(stage.value, 0.0)
         result[stage] = result.get(stage, Correction()).update(predicted_s, actual_s)
     if num_output_tokens > 1:
-        step_s = report.timings_s.get(CostStage.DECODE.value, 0.0) / (num_output_tokens - 1)
+        step_s = timings.get(CostStage.DECODE.value, 0.0) / (num_output_tokens - 1)
         result[CostStage.DECODE] = result.get(CostStage.DECODE, Correction()).update(predicted_step_s, step_s)
     return result
+
+
+def _prefill_alone_s(report: StageReport, placement: Placement) -> float:
+    """Return the prefill's own time: one that encodes in place is timed from its text on, so it holds the wait."""
+    prefill_s = report.timings_s.get("prefill", 0.0)
+    if placement.prefill in placement.encode:
+        prefill_s -= sum(report.timings_s.get(name, 0.0) for name in ("preprocess", "encode_queue", "encode"))
+    return prefill_s

@@ -269,10 +269,20 @@ def test_a_report_corrects_the_stages_that_its_request_ran() -> None:
 
 
 def test_items_answered_by_a_cache_do_not_make_encode_look_free() -> None:
-    report = StageReport(timings_s={"encode": 1e-6, "preprocess": 1e-6, "prefill": 0.02}, cached={"embedding_items": 2})
+    report = StageReport(timings_s={"encode": 1e-6, "preprocess": 1e-6, "prefill": 0.1}, cached={"embedding_items": 2})
     placement = Placement(Mode.AGGREGATED, "a", "a", ("a", "a"))
     corrections = observe({}, make_model(), make_request(), placement, report, predicted_step_s=0, num_output_tokens=1)
     assert set(corrections) == {CostStage.PREFILL}
+
+
+def test_the_wait_for_an_encode_in_the_same_replica_does_not_make_prefill_look_slow() -> None:
+    model, request = make_model(), make_request()
+    timings = {"preprocess": 0.01, "encode_queue": 0.5, "encode": 0.2}
+    timings["prefill"] = sum(timings.values()) + 3 * model.prefill_s(80)
+    placement = Placement(Mode.AGGREGATED, "a", "a", ("a", "a"))
+    report = StageReport(timings_s=timings)
+    corrections = observe({}, model, request, placement, report, predicted_step_s=0, num_output_tokens=1)
+    assert corrections[CostStage.PREFILL].ratio == pytest.approx(3.0)
 
 
 def test_priors_stay_uncalibrated_until_prefill_and_decode_were_seen() -> None:
