@@ -40,7 +40,10 @@ class ModelConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """Sizes of one engine. ``num_threads`` of ``None`` leaves torch's own choice."""
+    """Sizes of one engine. ``num_threads`` of ``None`` leaves torch's own choice.
+
+    ``compile``: build native kernels at start (``true``), if there is a compiler (``auto``), or never (``false``).
+    """
 
     block_size: PositiveInt = 16
     kv_cache_bytes: PositiveInt = 256 * 2**20
@@ -49,6 +52,7 @@ class EngineConfig(_Section):
     num_threads: PositiveInt | None = None
     enable_prefix_cache: bool = True
     device: str = "cpu"
+    compile: Literal["auto"] | bool = "auto"
     embedding_cache_bytes: PositiveInt = 64 * 2**20
     max_encode_batch_patches: PositiveInt = 16384
     num_preprocess_threads: PositiveInt = 2

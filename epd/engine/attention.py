@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from epd.cache.kv_cache import KVCache
+from epd.engine.native import DecodeKernel
 
 ATTENTION = "epd_paged"
 """Name of the attention implementation in transformers' registry."""
@@ -41,23 +43,25 @@ class AttentionBatch:
 
     ``slot_blocks`` and ``slot_offsets``, int64 ``[num_tokens]``, say where each new token's K and V go. Rows
     ``[0, num_decodes)`` are decodes: ``decode_tables`` int64 ``[num_decodes, max_blocks]`` (padded with block 0) and
-    ``decode_mask`` bool ``[num_decodes, 1, 1, max_blocks * block_size]``, true where a context token stands.
+    ``decode_lens`` int64 ``[num_decodes]``, the tokens of context, the new one included.
     """
 
     slot_blocks: torch.Tensor
     slot_offsets: torch.Tensor
     num_decodes: int
     decode_tables: torch.Tensor
-    decode_mask: torch.Tensor
+    decode_lens: torch.Tensor
     chunks: tuple[PrefillChunk, ...]
 
 
 class PagedLayers:
     """The KV cache of one step as decoder layers see it: it takes K and V, and attends."""
 
-    def __init__(self, kv_cache: KVCache, batch: AttentionBatch) -> None:
+    def __init__(self, kv_cache: KVCache, batch: AttentionBatch, decode_kernel: DecodeKernel | None = None) -> None:
         self._kv_cache = kv_cache
         self._batch = batch
+        self._decode_kernel = decode_kernel
+        self._decode_mask: torch.Tensor | None = None
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -75,16 +79,24 @@ class PagedLayers:
         layer = self._kv_cache.blocks[:, layer_idx]
         parts = []
         if batch.num_decodes:
-            parts.append(self._attend_decodes(layer, query[:, : batch.num_decodes], scaling))
+            decodes = query[:, : batch.num_decodes].transpose(0, 1).contiguous()
+            if self._decode_kernel is not None:
+                tables, lens = batch.decode_tables, batch.decode_lens
+                parts.append(self._decode_kernel(decodes, self._kv_cache, layer_idx, tables, lens, scaling))
+            else:
+                parts.append(self._attend_decodes(layer, decodes, scaling))
         parts.extend(self._attend_chunk(layer, query, chunk, scaling) for chunk in batch.chunks)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_decodes(self, layer: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """One new token a sequence. The query heads of a group share K and V, so they are folded into the query
-        length: no K or V is repeated."""
+        """One new token a sequence, ``[num_seqs, num_heads, head_dim]``, with torch's own kernels.
+
+        Whole blocks are gathered. The query heads of a group share K and V, so they are folded into the query length:
+        no K or V is repeated.
+        """
         tables = self._batch.decode_tables
         num_seqs, max_blocks = tables.shape
-        num_heads, _, head_dim = query.shape
+        _, num_heads, head_dim = query.shape
         block_size, num_kv_heads = layer.shape[2], layer.shape[3]
         gathered = layer.index_select(0, tables.view(-1)).view(
             num_seqs, max_blocks, 2, block_size, num_kv_heads, head_dim
@@ -93,8 +105,11 @@ class PagedLayers:
             gathered[:, :, side].reshape(num_seqs, max_blocks * block_size, num_kv_heads, head_dim).transpose(1, 2)
             for side in (0, 1)
         )
-        grouped = query.transpose(0, 1).reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self._batch.decode_mask, scale=scaling)
+        if self._decode_mask is None:
+            context = torch.arange(max_blocks * block_size, device=tables.device)
+            self._decode_mask = (context[None] < self._batch.decode_lens[:, None])[:, None, None]
+        grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=self._decode_mask, scale=scaling)
         return out.reshape(num_seqs, num_heads, head_dim)
 
     def _attend_chunk(
@@ -145,10 +160,11 @@ def register_attention() -> None:
 def build_decode_tables(
     block_tables: Sequence[Sequence[int]], context_lens: Sequence[int], block_size: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad block tables to a rectangle and mark where context stands; see ``AttentionBatch``."""
+    """Pad block tables to a rectangle; return it with the lengths, as ``AttentionBatch`` wants them."""
     max_blocks = max((-(-length // block_size) for length in context_lens), default=0)
-    padded = [list(table[:max_blocks]) + [0] * (max_blocks - len(table)) for table in block_tables]
-    tables = torch.tensor(padded, dtype=torch.int64, device=device).view(len(block_tables), max_blocks)
-    lengths = torch.tensor(list(context_lens), dtype=torch.int64, device=device)
-    mask = torch.arange(max_blocks * block_size, device=device)[None] < lengths[:, None]
-    return tables, mask[:, None, None]
+    padded = np.zeros((len(block_tables), max_blocks), dtype=np.int64)
+    for row, (table, length) in enumerate(zip(block_tables, context_lens, strict=True)):
+        num_blocks = -(-length // block_size)
+        padded[row, :num_blocks] = table[:num_blocks]
+    lengths = np.asarray(context_lens, dtype=np.int64)
+    return torch.from_numpy(padded).to(device), torch.from_numpy(lengths).to(device)

@@ -22,11 +22,12 @@ from epd.cache.kv_cache import KVCache
 from epd.cache.prefix_cache import PrefixCache
 from epd.config import EngineConfig
 from epd.engine.model_runner import ModelRunner
+from epd.engine.native import DecodeKernel, load_decode_kernel
 from epd.engine.reservations import Reservation, Reservations
 from epd.engine.sampler import SampledToken, SampleRow, sample
 from epd.engine.scheduler import Scheduler, SchedulerOutput
 from epd.engine.sequence import EngineSequence, RequestState, SequenceStatus
-from epd.errors import InvalidRequestError, PromptTooLongError
+from epd.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from epd.types import Embedding, FinishReason, LanguageModel, Request, RotaryPositions, StageReport, TokenChunk
 
 
@@ -90,7 +91,7 @@ class Engine:
             max_tokens=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
         )
-        self._runner = ModelRunner(model, kv_cache, config.device)
+        self._runner = ModelRunner(model, kv_cache, config.device, _decode_kernel(kv_cache, config))
         self._eos_token_ids = model.eos_token_ids
         self._states: dict[str, RequestState] = {}
         self._arrivals = 0
@@ -431,3 +432,13 @@ class Engine:
         if not self.num_live_requests and not self._holds:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are still referenced"
             assert self.scheduler.num_reserved_seqs == 0, "idle, but slots are still promised"
+
+
+def _decode_kernel(kv_cache: KVCache, config: EngineConfig) -> DecodeKernel | None:
+    """Choose the decode attention: our kernel where it can be built, else torch's (``None``)."""
+    if config.compile is False or config.device != "cpu":
+        return None
+    kernel = load_decode_kernel(kv_cache.blocks.dtype)
+    if kernel is None and config.compile is True:
+        raise ConfigError("args.engine.compile", "the decode kernel cannot be built here; see the log, or say auto")
+    return kernel

@@ -12,6 +12,7 @@ import torch
 
 from epd.cache.kv_cache import KVCache
 from epd.engine.attention import AttentionBatch, PagedLayers, PrefillChunk, build_decode_tables
+from epd.engine.native import DecodeKernel
 from epd.engine.sequence import EngineSequence
 from epd.types import LanguageModel
 
@@ -19,10 +20,13 @@ from epd.types import LanguageModel
 class ModelRunner:
     """Runs packed steps of one language model over one KV cache, on one thread."""
 
-    def __init__(self, model: LanguageModel, kv_cache: KVCache, device: str = "cpu") -> None:
+    def __init__(
+        self, model: LanguageModel, kv_cache: KVCache, device: str = "cpu", decode_kernel: DecodeKernel | None = None
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.device = device
+        self._decode_kernel = decode_kernel
 
     @torch.inference_mode()
     def run(self, num_tokens: Mapping[EngineSequence, int], logit_sequences: Sequence[EngineSequence]) -> torch.Tensor:
@@ -31,7 +35,7 @@ class ModelRunner:
         batch = self._attention_batch(num_tokens)
         hidden = self._embed(num_tokens)
         positions = torch.from_numpy(_rotary_positions(num_tokens)).to(self.device)
-        layers = PagedLayers(self.kv_cache, batch)
+        layers = PagedLayers(self.kv_cache, batch, self._decode_kernel)
         hidden = self.model.forward(hidden, positions, layers, layers)
         if not logit_sequences:
             return torch.empty(0, self.model.vocab_size)
@@ -75,7 +79,7 @@ class ModelRunner:
                 table = torch.tensor(sequence.block_table[:num_blocks], dtype=torch.int64, device=self.device)
                 chunks.append(PrefillChunk(row, count, start + count, table))
             row += count
-        tables, mask = build_decode_tables(
+        tables, lens = build_decode_tables(
             [sequence.block_table for sequence in decodes],
             [sequence.num_computed_tokens + 1 for sequence in decodes],
             block_size,
@@ -86,7 +90,7 @@ class ModelRunner:
             slot_offsets=torch.from_numpy(np.concatenate(slots)).to(self.device),
             num_decodes=len(decodes),
             decode_tables=tables,
-            decode_mask=mask,
+            decode_lens=lens,
             chunks=tuple(chunks),
         )
 
