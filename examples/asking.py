@@ -8,7 +8,7 @@ import io
 import sys
 from typing import Any
 
-from openai import APIConnectionError, OpenAI
+from openai import APIConnectionError, APIStatusError, OpenAI
 from PIL import Image
 
 
@@ -23,6 +23,8 @@ def connect(description: str) -> tuple[OpenAI, str]:
         return client, client.models.list().data[0].id
     except APIConnectionError:
         sys.exit(f"nothing answers at {arguments.base_url}: start a server with `make serve`")
+    except APIStatusError as error:
+        sys.exit(f"{arguments.base_url} refuses: {error.message}")
 
 
 def user_message(question: str, *images: Image.Image) -> dict[str, Any]:
