@@ -398,8 +398,7 @@ class KVSpec:
 class Encoder(Protocol):
     """A vision tower. Knows nothing of KV, prompts or Ray. Not thread-safe: one thread calls it."""
 
-    @property
-    def weight_bytes(self) -> int: ...
+    weight_bytes: int
 
     def preprocess(self, item: MediaItem, frames: Sequence[Image.Image]) -> torch.Tensor:
         """Turn decoded RGB frames into patches ``[item.num_patches, patch_dim]``. Thread-safe, releases the GIL."""

@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 
 from encoders.checkpoint import load_parts, weight_bytes
 from encoders.qwen2_5_vl.processor import Patchifier, PatchSettings
+from epd.engine.packing import can_pack, pack_linears
 from epd.errors import MediaError
 from epd.types import Embedding, MediaItem, MediaLayout, Modality
 
@@ -63,12 +64,11 @@ class Qwen2_5_VLEncoder:
             self._tower = Qwen2_5_VisionTransformerPretrainedModel(config)
         self._tower.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config)
         load_parts(self._tower, directory, _TOWER_PREFIXES, dtype=getattr(torch, dtype), device=device)
+        self.weight_bytes = weight_bytes(self._tower)
+        if can_pack(getattr(torch, dtype), device):
+            pack_linears(self._tower)
         if dtype != "float32":
             self._tower.patch_embed = _PatchEmbedding(self._tower.patch_embed.proj.weight)
-
-    @property
-    def weight_bytes(self) -> int:
-        return weight_bytes(self._tower)
 
     def preprocess(self, item: MediaItem, frames: Sequence[Image.Image]) -> torch.Tensor:
         """Turn decoded RGB frames into float32 patches ``[item.num_patches, patch_dim]`` on the CPU.

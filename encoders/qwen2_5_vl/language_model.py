@@ -15,6 +15,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 
 from encoders.checkpoint import load_parts, read_json, weight_bytes
 from epd.engine.attention import ATTENTION, register_attention
+from epd.engine.packing import PackedLinear, can_pack, pack_linears
 from epd.types import KVSpec
 
 _TEXT_PREFIXES = {"model.language_model.": "", "model.": ""}
@@ -40,10 +41,13 @@ class Qwen2_5_VLLanguageModel:
             head.weight = self._model.embed_tokens.weight
         else:
             load_parts(head, directory, _HEAD_PREFIXES, dtype=torch_dtype, device=device)
-        self._head = head
+        self.weight_bytes = weight_bytes(self._model, head)
+        self._head: torch.nn.Module = head
+        if can_pack(torch_dtype, device):
+            pack_linears(self._model)
+            self._head = PackedLinear(head)
         self.hidden_size: int = text.hidden_size
         self.vocab_size: int = text.vocab_size
-        self.weight_bytes = weight_bytes(self._model, head)
         self.eos_token_ids = _eos_token_ids(directory, config)
         self.kv_spec = KVSpec(
             num_layers=text.num_hidden_layers,
@@ -82,7 +86,8 @@ class Qwen2_5_VLLanguageModel:
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 ``[num_rows, vocab_size]`` for ``[num_rows, hidden_size]``."""
-        return F.linear(hidden, self._head.weight).float()
+        logits: torch.Tensor = self._head(hidden)
+        return logits.float()
 
 
 def _eos_token_ids(directory: Path, config: Any) -> frozenset[int]:
