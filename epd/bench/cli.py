@@ -42,7 +42,9 @@ _Result = TypeVar("_Result")
 
 
 def bench(
-    url: Annotated[str, typer.Option(help="Base URL of the deployment, with or without /v1.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Option(help="Base URL of the deployment, with or without /v1.")
+    ] = "http://127.0.0.1:8000",
     mode: Annotated[
         list[str] | None,
         typer.Option(help="A mode to measure, or none to send no epd field; repeat to compare. Default: auto."),

@@ -51,8 +51,7 @@ def admit(prediction: Prediction, slo: SLO, limits: AdmissionLimits, *, num_queu
         )
     if prediction.itl_s > slo.itl_s:
         raise AdmissionRejectedError(
-            f"tokens are predicted {prediction.itl_s * 1000:.0f} ms apart, "
-            f"the objective is {slo.itl_s * 1000:.0f} ms",
+            f"tokens are predicted {prediction.itl_s * 1000:.0f} ms apart, the objective is {slo.itl_s * 1000:.0f} ms",
             "itl",
             _MIN_RETRY_S,
         )

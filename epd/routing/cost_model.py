@@ -157,9 +157,7 @@ class CostModel:
         """Predict one decode step of a batch whose sequences hold ``num_context_tokens`` together."""
         cost = self.decode
         regime = cost.large if num_sequences >= cost.large_from_sequences else cost.small
-        return (
-            regime.fixed_s + regime.per_context_token_s * num_context_tokens + regime.per_sequence_s * num_sequences
-        )
+        return regime.fixed_s + regime.per_context_token_s * num_context_tokens + regime.per_sequence_s * num_sequences
 
     def embedding_transfer_s(self, num_tokens: int) -> float:
         """Predict moving the embeddings of ``num_tokens`` media tokens from one encoder."""

@@ -192,8 +192,7 @@ class Predictor:
             counts = (item.num_patches,)
             item_s = cost_model.preprocess_s(counts) + cost_model.encode_s(counts)
             after_s = [
-                finish + (0.0 if item.mm_hash in held else item_s)
-                for finish, held in zip(finish_s, holds, strict=True)
+                finish + (0.0 if item.mm_hash in held else item_s) for finish, held in zip(finish_s, holds, strict=True)
             ]
             best = min(range(len(encoders)), key=after_s.__getitem__)
             finish_s[best] = after_s[best]
