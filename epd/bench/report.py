@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
-from epd.bench.metrics import MaxGoodput, Summary
+from epd.bench.metrics import Distribution, MaxGoodput, Summary
 from epd.types import SLO
 
 SCHEMA_VERSION = 1
 
 
 def summary_table(summaries: Sequence[Summary], slo: SLO) -> Table:
-    """Return one row per contender and rate, the best attainment of each rate in bold."""
-    table = Table(title=f"SLO: TTFT {slo.ttft_s:g} s, ITL p99 {slo.itl_s * 1000:g} ms (p50 / p99 of complete requests)")
-    table.add_column("contender")
-    for name in ("req/s", "offered", "done", "429", "failed", "TTFT ms", "ITL ms", "TPOT ms", "E2E ms", "max stall ms"):
-        table.add_column(name, justify="right")
-    table.add_column("attainment", justify="right")
-    table.add_column("goodput", justify="right")
+    """Return one column per contender and rate, so that a few fit a terminal; the best attainment of a rate in bold."""
+    table = Table(title=f"SLO: TTFT {slo.ttft_s:g} s, ITL p99 {slo.itl_s * 1000:g} ms")
+    table.add_column("p50 / p99 of complete requests")
+    for each in summaries:
+        table.add_column(f"{each.contender}\n{each.offered_rate:.2f} req/s", justify="right", no_wrap=True)
     best: dict[float, float] = {}
     for each in summaries:
         rate = round(each.offered_rate, 6)
         best[rate] = max(best.get(rate, 0.0), each.attainment)
-    for each in summaries:
+
+    def attainment(each: Summary) -> str:
         is_best = each.attainment > 0 and each.attainment == best[round(each.offered_rate, 6)]
-        table.add_row(
-            each.contender,
-            f"{each.offered_rate:.2f}",
-            str(each.num_offered),
-            str(each.num_complete),
-            str(each.num_rejected),
-            str(each.num_failed),
-            *(
-                f"{figure.p50_s * 1000:.1f} / {figure.p99_s * 1000:.1f}"
-                for figure in (each.ttft, each.itl, each.tpot, each.e2e, each.max_stall)
-            ),
-            f"{'[bold]' if is_best else ''}{each.attainment:.1%}",
-            f"{each.goodput:.2f}",
-        )
+        return f"{'[bold]' if is_best else ''}{each.attainment:.1%}"
+
+    def spread(figure: Distribution) -> str:
+        return f"{figure.p50_s * 1000:.1f} / {figure.p99_s * 1000:.1f}"
+
+    rows: list[tuple[str, Callable[[Summary], str]]] = [
+        ("offered requests", lambda each: str(each.num_offered)),
+        ("complete", lambda each: str(each.num_complete)),
+        ("rejected (429)", lambda each: str(each.num_rejected)),
+        ("failed", lambda each: str(each.num_failed)),
+        ("TTFT ms", lambda each: spread(each.ttft)),
+        ("ITL ms", lambda each: spread(each.itl)),
+        ("TPOT ms", lambda each: spread(each.tpot)),
+        ("E2E ms", lambda each: spread(each.e2e)),
+        ("max stall ms", lambda each: spread(each.max_stall)),
+        ("attainment", attainment),
+        ("goodput req/s", lambda each: f"{each.goodput:.2f}"),
+    ]
+    for name, cell in rows:
+        table.add_row(name, *(cell(each) for each in summaries))
     return table
 
 
