@@ -41,7 +41,11 @@ T = TypeVar("T")
 
 
 class ReplicaHandle:
-    """A pool's handle, pinned to one replica."""
+    """A pool's handle, pinned to one replica.
+
+    Calls leave outside of Serve's request context. Inside it, Serve cancels them itself when a client disconnects,
+    which arrives before this side is cancelled and looks like the loss of the replica.
+    """
 
     def __init__(self, handle: DeploymentHandle, address: ReplicaAddress) -> None:
         self.address = address
@@ -53,15 +57,15 @@ class ReplicaHandle:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a unary method over gRPC. Cancelling this cancels the remote call."""
-        return await _settled(self._small.options(method_name=method).remote(*args))
+        return await _settled(_sent(self._small, method, args))
 
     async def call_bulk(self, method: str, *args: Any) -> Any:
         """Call a unary method by reference: big arguments or a big result, through the object store."""
-        return await _settled(self._bulk.options(method_name=method).remote(*args))
+        return await _settled(_sent(self._bulk, method, args))
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any]:
         """Iterate a generator method. Closing this iterator, however it ends, cancels the remote generator."""
-        items = self._streaming.options(method_name=method).remote(*args)
+        items = _sent(self._streaming, method, args)
         is_finished = False
         try:
             async for item in items:
@@ -70,6 +74,10 @@ class ReplicaHandle:
         finally:
             if not is_finished:
                 items.cancel()
+
+
+def _sent(handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> Any:
+    return contextvars.Context().run(handle.options(method_name=method).remote, *args)
 
 
 async def _settled(response: Any) -> Any:

@@ -84,6 +84,7 @@ class Exchange:
 
     async def deltas(self, open_clients: OpenClients) -> AsyncGenerator[list[Delta]]:
         """Yield what the choices of all prompts gain, numbered through; never empty. Leaving early aborts all."""
+        await self.placer.ready()
         with open_clients() as client_of:
             first_choice, streams = 0, []
             for generation in self.generations:

@@ -69,6 +69,11 @@ class Placer:
         finally:
             first_token()
 
+    async def ready(self) -> None:
+        """Look again, now, if replicas of some pool are missing: they may have come back since the last poll."""
+        if self._view.missing_pools:
+            await self._view.refresh()
+
     def place(self, request: Request, excluded: frozenset[str], *, mode: Mode, slo: SLO) -> Placement:
         """Choose replicas; admission is decided at the first attempt only.
 
