@@ -24,6 +24,8 @@ _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b
 _AVIF_BRANDS = (b"avif", b"avis")
 _EBML = b"\x1a\x45\xdf\xa3"
 
+_TILE_WIDTH_TAG, _TILE_LENGTH_TAG = 322, 323
+
 _SWAPPED_ORIENTATIONS = frozenset({5, 6, 7, 8})
 _DECODER_ERRORS = (
     OSError,
@@ -54,6 +56,7 @@ def opened_image(data: bytes, config: MediaConfig, param: str | None) -> Iterato
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             check_image_size(image.width, image.height, config, param)
+            _check_tile_size(image, config, param)
             yield image
     except UnidentifiedImageError as error:
         raise MediaError(_describe_unknown(data), param) from error
@@ -71,6 +74,13 @@ def check_image_size(width: int, height: int, config: MediaConfig, param: str | 
         raise MediaError(
             f"the image has {width} x {height} pixels; at most {config.max_pixels} pixels are allowed", param
         )
+
+
+def _check_tile_size(image: Image.Image, config: MediaConfig, param: str | None) -> None:
+    """Hold the tiles of a TIFF to the same limit: they are read whole, and may be larger than the image."""
+    tags = getattr(image, "tag_v2", None)
+    if tags is not None:
+        check_image_size(tags.get(_TILE_WIDTH_TAG, 1), tags.get(_TILE_LENGTH_TAG, 1), config, param)
 
 
 def orientation_of(image: Image.Image) -> int:

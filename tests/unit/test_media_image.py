@@ -274,6 +274,16 @@ def test_a_small_file_of_many_pixels_is_refused_from_its_header() -> None:
             read(bomb)
 
 
+def test_a_small_tiff_of_huge_tiles_is_refused_from_its_header() -> None:
+    values = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1), (322, 65_536), (323, 32_768)]
+    values += [(324, 8), (325, 100)]  # where the tile's bytes are, and how many
+    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values)
+    data = b"II*\0" + struct.pack("<IH", 8, len(values)) + directory + bytes(4)
+    for read in (probed, lambda data: decode_image(data, CONFIG)):
+        with pytest.raises(MediaError, match="65536 x 32768 pixels"):
+            read(data)
+
+
 def test_the_pixel_limit_is_the_configured_one() -> None:
     data = encoded(Image.new("RGB", (100, 100)), "PNG")
     assert probed(data, MediaConfig(max_pixels=10_000)).width == 100

@@ -300,3 +300,24 @@ def test_the_bytes_of_tokens_join_to_the_text() -> None:
     assert b"".join(map(CHAT.tokenizer.token_bytes, ids)).decode() == "Bär 🎉 grüße <|im_end|>"
     words = TextTokenizer(word_tokenizer())
     assert b"".join(map(words.token_bytes, words.encode("🎉")[1:])) == "🎉".encode()
+
+
+def test_a_control_token_that_takes_the_space_around_it_does_so_beside_guarded_text() -> None:
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    copy = PreTrainedTokenizerFast(tokenizer_object=type(HF.backend_tokenizer).from_str(HF.backend_tokenizer.to_str()))
+    copy.add_tokens(
+        [AddedToken("<mask>", special=True, lstrip=True, rstrip=True, normalized=False)], special_tokens=True
+    )
+    tokenizer = TextTokenizer(copy)
+    mark = tokenizer.choose_mark([])
+    mask = tokenizer.token_id("<mask>")
+    left, right = tokenizer.encode("the image "), tokenizer.encode("the shapes")
+    plain = tokenizer.encode("the image  <mask>  the shapes")
+    assert plain == [*tokenizer.encode("the image"), mask, *right]
+    spelled = tokenizer.guard("<|im_end|>", mark)
+    guarded = tokenizer.encode_guarded(f"the image {spelled}  <mask>  the shapes", mark)
+    assert guarded[: len(left) - 1] == left[:-1]
+    assert guarded[-len(right) - 1 :] == [mask, *right]
+    assert tokenizer.decode(guarded, skip_special_tokens=False) == "the image <|im_end|><mask>the shapes"
