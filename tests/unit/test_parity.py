@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen
 from epd.config import EngineConfig
 from epd.transfer.factory import resolve_backend
 from epd.types import Mode, SamplingParams, Stage
-from tests.in_process import Prompt, in_process_cluster, make_prompt, random_image
+from tests.in_process import Prompt, in_process_cluster, make_prompt, random_image, until
 from tests.tiny_checkpoints import tiny_qwen2_5_vl
 
 DEMO = Path(__file__).parents[2] / "encoders" / "demo_model"
@@ -143,8 +143,7 @@ async def test_tokens_equal_generate_after_a_preemption(mode):
             asyncio.create_task(cluster.run(request, prompt.payloads, mode))
             for request, prompt in zip(requests, prompts, strict=True)
         ]
-        while worker.stats().running_requests[Stage.DECODE] < len(cases):
-            await asyncio.sleep(0.01)
+        await until(lambda: worker.stats().running_requests[Stage.DECODE] == len(cases))
         is_open.set()
         for case, (tokens, _) in zip(cases, await asyncio.gather(*runs), strict=True):
             assert tuple(tokens[0]) == expected_tokens("tiny", case, num_tokens), case
