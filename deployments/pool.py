@@ -16,6 +16,7 @@ from ray import serve
 
 from deployments.messages import Payloads, ReplicaAddress, Reply, StreamItem
 from deployments.payload_inbox import PayloadInbox
+from deployments.replica_logging import quieten_replica_log
 from epd.errors import AdmissionRejectedError
 from epd.stages.stats import WorkerStats
 from epd.transfer.base import PeerClient
@@ -61,6 +62,7 @@ class StagePool:
     def __init__(self, pool: str, make_worker: WorkerFactory, max_ongoing_requests: int) -> None:
         from deployments.client import RayPeerClient
 
+        quieten_replica_log()
         context = serve.get_replica_context()
         self.replica_id = str(ReplicaAddress(pool, context.replica_id.unique_id))
         self._max_ongoing_requests = max_ongoing_requests
