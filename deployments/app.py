@@ -21,7 +21,7 @@ from deployments.checks_before_start import check_before_start
 from deployments.ingress import IngressDeployment
 from deployments.messages import INGRESS
 from deployments.pinned import ROUTER_PATH
-from deployments.pool import StagePool, Worker, WorkerFactory
+from deployments.pool import StagePoolReplica, Worker, WorkerFactory
 from encoders import resolve_family
 from epd.config import AppConfig, PoolConfig, parse_config
 from epd.transfer.base import PeerClient
@@ -72,7 +72,7 @@ def _pool_app(name: str, pool: PoolConfig, make_worker: WorkerFactory) -> Applic
         options["autoscaling_config"] = pool.autoscaling_config
     else:
         options["num_replicas"] = pool.num_replicas or 1
-    return serve.deployment(StagePool).options(**options).bind(name, make_worker, pool.max_ongoing_requests)
+    return serve.deployment(StagePoolReplica).options(**options).bind(name, make_worker, pool.max_ongoing_requests)
 
 
 def _actor_options(given: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:

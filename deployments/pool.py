@@ -57,7 +57,7 @@ WorkerFactory = Callable[[str, PeerClient], Worker]
 
 
 class StagePool:
-    """The deployment class of every pool; one Serve deployment each, named after the pool."""
+    """One replica of any pool; each pool is a Serve deployment of its name."""
 
     def __init__(self, pool: str, make_worker: WorkerFactory, max_ongoing_requests: int) -> None:
         from deployments.client import RayPeerClient
@@ -136,7 +136,7 @@ class StagePool:
         if not self._worker.is_healthy:
             raise RuntimeError(f"the engine of {self.replica_id} has failed")
 
-    async def __del__(self) -> None:
+    async def close(self) -> None:
         await self._worker.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -165,6 +165,13 @@ class StagePool:
 
     def _reply(self, value: T) -> Reply[T]:
         return Reply(value, self._worker.load())
+
+
+class StagePoolReplica(StagePool):
+    """What Serve runs. It awaits ``__del__`` when it stops a replica; elsewhere that would be no destructor."""
+
+    async def __del__(self) -> None:
+        await self.close()
 
 
 async def _coalesced(stream: AsyncGenerator[tuple[TokenChunk, ...]]) -> AsyncGenerator[tuple[TokenChunk, ...]]:
