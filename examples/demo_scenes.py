@@ -181,6 +181,15 @@ class WrittenNumber:
     center_x: float
     center_y: float
 
+    @property
+    def digit_centers_x(self) -> tuple[float, ...]:
+        """Where each digit is printed, in pixels from the left edge."""
+        font = _font(self.font_size_pixels)
+        ends = [font.getlength(self.digits[: index + 1]) for index in range(len(self.digits))]
+        starts = [0.0, *ends[:-1]]
+        left = self.center_x - ends[-1] / 2
+        return tuple(left + (start + end) / 2 for start, end in zip(starts, ends, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
