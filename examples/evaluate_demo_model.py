@@ -136,10 +136,12 @@ def evaluate(
     """Score each task on `num_per_task` held-out examples."""
     answerer = Answerer(model_dir)
     results = []
-    for index, task in enumerate(tasks):
+    for task in tasks:
+        # The scenes of a task are the same whichever other tasks are asked for.
+        first_seed = HELD_OUT_SEED + seed * 10_000_019 + list(scenes.Task).index(task) * 1_000_003
         mistakes = []
         for number in track(range(num_per_task), task.value, console=Console(stderr=True), transient=True):
-            rng = random.Random(HELD_OUT_SEED + seed * 10_000_019 + index * 1_000_003 + number)
+            rng = random.Random(first_seed + number)
             example = scenes.make_example(task, rng, paraphrase=paraphrase)
             answer = answerer.answer(example)
             if answer != example.answer:
