@@ -150,7 +150,7 @@ class RayStageClient:
 
     async def release(self, handle_ids: Sequence[str]) -> None:
         """Release, whatever becomes of the caller: a cancelled request must still free its memory."""
-        await detached(self._release(tuple(handle_ids)))
+        await asyncio.shield(detach(self._release(tuple(handle_ids))))
 
     async def _release(self, handle_ids: Sequence[str]) -> None:
         # A lost replica holds nothing.
@@ -170,9 +170,14 @@ class RayStageClient:
         try:
             yield Payloads(ticket=ticket)
         except BaseException:
-            with contextlib.suppress(Exception):
-                await detached(self._replica.call("discard", ticket))
+            # Nobody waits for this: a replica that hangs must not hold up the request that leaves it.
+            detach(self._discard(ticket))
             raise
+
+    async def _discard(self, ticket: str) -> None:
+        with contextlib.suppress(Exception):  # a ticket that cannot be taken back expires
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await self._replica.call("discard", ticket)
 
     def _taken(self, reply: Reply[T]) -> T:
         self._on_load(reply.load)
@@ -211,7 +216,7 @@ class RayPeerClient:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     await self._replica(owner).call("release", tuple(handle_ids))
 
-        await detached(release())
+        await asyncio.shield(detach(release()))
 
     def _replica(self, owner: str) -> ReplicaHandle:
         if owner not in self._replicas:
@@ -226,12 +231,12 @@ def _peer_lost(owner: str) -> Callable[[str], EpdError]:
     return lambda reason: PeerLostError(f"replica {owner}: {reason}")
 
 
-async def detached(work: Coroutine[Any, Any, T]) -> T:
-    """Run a call outside the current request: neither its cancellation nor its Serve context reaches it."""
+def detach(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a call outside the current request: neither its cancellation nor its Serve context reaches it."""
     task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
     _DETACHED.add(task)
     task.add_done_callback(_DETACHED.discard)
-    return await asyncio.shield(task)
+    return task
 
 
 _DETACHED: set[asyncio.Task[Any]] = set()

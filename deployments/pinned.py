@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve._private.common import ReplicaID
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
@@ -24,13 +26,35 @@ ROUTER_PATH = f"{__name__}.PinnedRequestRouter"
 REFUSAL_WINDOW_S = 2.0
 """For how long a call is offered again to a replica that refuses it: at its limit, or unreachable for a moment."""
 
+MAX_DEPARTED = 64
+
 
 class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not typed here
     """Sends a call to the replica named by ``session_id``; a call that names none goes to the first replica.
 
     A target that is gone raises ``ReplicaUnavailableError`` at once; one that keeps refusing raises
     ``BackPressureError`` after ``REFUSAL_WINDOW_S``. Choosing another replica is the caller's business.
+
+    A replica that Serve is draining is no longer among its running ones, but still owns memory that others renew, read
+    and release. So those that left are remembered for calls that name them, until they refuse or are dead.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._departed: dict[str, RunningReplica] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        running = {replica.replica_id for replica in replicas}
+        for replica_id, replica in self.curr_replicas.items():
+            if replica_id not in running:
+                self._departed[replica_id.unique_id] = replica
+        for unique_id in list(self._departed)[:-MAX_DEPARTED]:
+            del self._departed[unique_id]
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        self._departed.pop(replica_id.unique_id, None)
+        super().on_replica_actor_died(replica_id)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
@@ -57,10 +81,12 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is not ty
         replicas = self.curr_replicas.values()
         if not unique_id:
             return next(iter(replicas), None)
-        return next((replica for replica in replicas if replica.replica_id.unique_id == unique_id), None)
+        running = next((replica for replica in replicas if replica.replica_id.unique_id == unique_id), None)
+        return running if running is not None else self._departed.get(unique_id)
 
     async def _back_off(self, pending_request: PendingRequest) -> None:
         """Wait for as long as the call has waited already, so that the pauses double; notice a replica that died."""
+        self._departed.pop(pending_request.metadata.session_id, None)
         waited_s = time.time() - pending_request.created_at
         if waited_s > REFUSAL_WINDOW_S:
             raise BackPressureError(1, 0)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CLOSE_POLL_INTERVAL_S = 0.05
 LOAD_INTERVAL_S = 0.1
 """How often a stream's items repeat the replica's load."""
 
@@ -137,6 +138,14 @@ class StagePool:
             raise RuntimeError(f"the engine of {self.replica_id} has failed")
 
     async def close(self) -> None:
+        """Stop, once nobody holds a claim on memory here any more.
+
+        Serve calls this when the last call has ended, and kills a replica that takes longer than its
+        ``graceful_shutdown_timeout_s``. Without the wait, scaling down would pull KV blocks from under a peer that
+        reads them.
+        """
+        while self._worker.load().num_live_handles:  # noqa: ASYNC110 - the count is kept in another thread
+            await asyncio.sleep(CLOSE_POLL_INTERVAL_S)
         await self._worker.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------

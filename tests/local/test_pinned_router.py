@@ -49,6 +49,7 @@ class Router(PinnedRequestRouter):
     def __init__(self, *replicas: FakeReplica) -> None:
         self.initial_backoff_s = 0.001
         self._replicas = {replica.unique_id: replica for replica in replicas}
+        self._departed = {}
         self.unavailable: list[str] = []
 
     @property
@@ -78,7 +79,13 @@ def test_ray_still_has_what_the_router_replaces_and_uses():
     assert inspect.iscoroutinefunction(RequestRouter._choose_replica_for_request)
     sending = inspect.getsource(AsyncioRouter._route_and_send_request_once)
     assert "_choose_replica_for_request(" in sending
-    for name in ("curr_replicas", "on_replica_actor_died", "on_replica_actor_unavailable", "choose_replicas"):
+    for name in (
+        "curr_replicas",
+        "on_replica_actor_died",
+        "on_replica_actor_unavailable",
+        "choose_replicas",
+        "update_replicas",
+    ):
         assert hasattr(RequestRouter, name)
     assert ROUTER_PATH == "deployments.pinned.PinnedRequestRouter"
 
@@ -119,8 +126,19 @@ async def test_a_replica_found_dead_on_a_retry_is_dropped():
     assert list(router.curr_replicas) == ["b"]
 
 
+async def test_a_replica_that_is_drained_is_reached_until_it_refuses():
+    leaving = FakeReplica("a")
+    router = Router()
+    router._departed = {"a": leaving}
+    assert await router._choose_replica_for_request(pending("a")) is leaving
+    with pytest.raises(ReplicaUnavailableError):
+        await router._choose_replica_for_request(pending("a"), is_retry=True)
+    with pytest.raises(ReplicaUnavailableError):
+        await router._choose_replica_for_request(pending("a"))
+
+
 def test_the_module_imports_little():
     """Every process that calls a pool loads it, the HTTP proxy included."""
     source = inspect.getsource(deployments.pinned)
     imported = [line.split()[1] for line in source.splitlines() if line.startswith(("import ", "from "))]
-    assert all(name.split(".")[0] in ("__future__", "asyncio", "time", "ray") for name in imported)
+    assert all(name.split(".")[0] in ("__future__", "asyncio", "time", "typing", "ray") for name in imported)

@@ -139,6 +139,16 @@ async def test_media_sent_ahead_are_claimed_by_their_call(make_pool):
     await pool.check_integrity()
 
 
+async def test_a_replica_that_stops_waits_for_the_claims_of_others(make_pool):
+    pool, _ = make_pool()
+    prefilled = (await pool.prefill(request(), Prompt(), Payloads())).value
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    await pool.release([prefilled.kv.handle_id])
+    await closing
+
+
 async def test_health_follows_the_worker(make_pool):
     pool, worker = make_pool()
     await pool.check_health()
