@@ -103,7 +103,7 @@ class Exchange:
         request = generation.prepared.request
         place = partial(self.placer.place, mode=self.wish.mode, slo=self.wish.slo)
         try:
-            with self.placer.taking_in() as first_token:
+            with self.placer.taking_in(request.request_id) as first_token:
                 stream = generation.deltas(place, client_of, max_attempts=self.max_attempts, clock=self.clock)
                 async with contextlib.aclosing(stream):
                     async for deltas in stream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from deployments.cluster_view import ClusterView
@@ -53,7 +54,7 @@ class Placer:
         self._num_waiting = 0
 
     @contextmanager
-    def taking_in(self) -> Iterator[Callable[[], None]]:
+    def taking_in(self, request_id: str) -> Iterator[Callable[[], None]]:
         """Count a request as waiting until it calls what this yields (at its first token) or ends."""
         self._num_waiting += 1
         is_waiting = True
@@ -63,6 +64,8 @@ class Placer:
             if is_waiting:
                 is_waiting = False
                 self._num_waiting -= 1
+                if (dispatch := self._dispatched.get(request_id)) is not None:
+                    self._dispatched[request_id] = replace(dispatch, first_token_at_s=self._clock())
 
         try:
             yield first_token

@@ -41,13 +41,29 @@ class Decision:
     num_considered: int
 
 
+_REPORT_TRAVEL_S = 0.02
+"""How old a replica's report may be when it arrives."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A request that was sent out, as ``anticipate`` needs it. ``sent_at_s`` is on the clock of ``reported_at_s``."""
+    """A request that was sent out, as ``anticipate`` needs it. Times are on the clock of ``reported_at_s``.
+
+    ``first_token_at_s`` is when its first token came back, ``None`` before that.
+    """
 
     request: Request
     placement: Placement
     sent_at_s: float
+    first_token_at_s: float | None = None
+
+    def is_unreported_at_prefill(self, load: ReplicaLoad) -> bool:
+        """Whether a report was on its way before the request arrived. A report travels, too: hence the margin."""
+        return load.reported_at_s < self.sent_at_s + _REPORT_TRAVEL_S
+
+    def is_unreported_at_decode(self, load: ReplicaLoad) -> bool:
+        """Whether a report cannot know of the decode, which starts after the first token and not when it is sent."""
+        return self.first_token_at_s is None or load.reported_at_s < self.first_token_at_s + _REPORT_TRAVEL_S
 
 
 def place(
@@ -127,21 +143,22 @@ def anticipate(loads: Sequence[ReplicaLoad], dispatches: Sequence[Dispatch]) -> 
         num_tokens, num_choices = request.num_prefill_tokens, request.sampling.n
         for item, replica_id in zip(request.items, placement.encode, strict=True):
             load = by_id.get(replica_id)
-            if load is not None and load.reported_at_s < dispatch.sent_at_s:
+            if load is not None and dispatch.is_unreported_at_prefill(load):
                 by_id[replica_id] = replace(
                     load,
                     num_queued_encode_items=load.num_queued_encode_items + 1,
                     num_queued_encode_patches=load.num_queued_encode_patches + item.num_patches,
                 )
         load = by_id.get(placement.prefill)
-        if load is not None and load.reported_at_s < dispatch.sent_at_s:
+        if load is not None and dispatch.is_unreported_at_prefill(load):
             by_id[placement.prefill] = replace(
                 load,
                 num_waiting=load.num_waiting + 1,
                 num_queued_prefill_tokens=load.num_queued_prefill_tokens + num_tokens,
             )
         load = by_id.get(placement.decode)
-        if load is not None and load.reported_at_s < dispatch.sent_at_s and placement.decode != placement.prefill:
+        is_split = placement.decode != placement.prefill
+        if load is not None and is_split and dispatch.is_unreported_at_decode(load):
             num_blocks = -(-num_tokens // load.block_size) if load.block_size else 0
             by_id[placement.decode] = replace(
                 load,

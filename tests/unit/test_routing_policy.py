@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -386,6 +388,21 @@ def test_what_a_report_already_covers_is_not_counted_twice() -> None:
     changed = next(load for load in later if load.replica_id == placement.prefill)
     assert (changed.num_waiting, changed.num_queued_prefill_tokens) == (1, wanted.num_prefill_tokens)
     assert (changed.num_queued_encode_items, changed.num_queued_encode_patches) == (1, 1024)
+
+
+def test_a_decode_counts_until_a_report_can_know_of_it() -> None:
+    """The decode replica hears of a request only after its prefill: its reports until then say nothing."""
+    wanted = request(1)
+    placement = choose(wanted, quickstart(), Mode.EPD).placement
+    report = [replace(load, reported_at_s=5.0) for load in quickstart()]
+
+    def running_decodes(first_token_at_s: float | None) -> int:
+        loads = anticipate(report, [Dispatch(wanted, placement, 1.0, first_token_at_s)])
+        return next(load for load in loads if load.replica_id == placement.decode).num_running
+
+    assert running_decodes(None) == 1
+    assert running_decodes(6.0) == 1
+    assert running_decodes(4.0) == 0
 
 
 # -- admission
