@@ -20,10 +20,15 @@ url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 client = OpenAI(base_url="{url}/v1", api_key="{key}")
 reply = client.chat.completions.create(
     model={model},
-    messages=[{{"role": "user", "content": [
-        {{"type": "image_url", "image_url": {{"url": url}}}},
-        {{"type": "text", "text": "What color is the circle?"}},
-    ]}}],
+    messages=[
+        {{
+            "role": "user",
+            "content": [
+                {{"type": "image_url", "image_url": {{"url": url}}}},
+                {{"type": "text", "text": "What color is the circle?"}},
+            ],
+        }}
+    ],
     max_tokens=32,
     extra_body={{"epd": {{"mode": "{mode}", "trace": True}}}},
 )
