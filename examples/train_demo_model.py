@@ -15,13 +15,13 @@ What makes it quick: small images (at most 25 tokens), one pass over an image fo
 products with float32 weights, Muon for the matrices, and one process a core. Checkpoints are written every few minutes;
 `--resume` goes on from them.
 
-The weights in `encoders/demo_model` took 55 minutes on two cores that other work shared, while this script was being
+The weights in `encoders/demo_model` took 63 minutes on two cores that other work shared, while this script was being
 written: 17 minutes through answers only (770 steps, of which the decoder's weights were kept), 7 of the vision phase
-(900 steps, from nothing), and 31 of the answer phase (1,495 steps, the first 470 of them without the labels of image
-tokens, the first 900 with somewhat fewer numbers). A run of this script takes both phases from nothing, with more
-answer steps in place of what the decoder had learned before; at 0.3 and 0.85 seconds a step, on quiet cores, that is
-about 40 minutes. Such a run as a whole has not been measured. The accuracy of the shipped weights is in their model
-card.
+(900 steps, from nothing), and 39 of the answer phase (1,950 steps, the first 470 of them without the labels of image
+tokens, the first 900 with somewhat fewer numbers; the learning rate fell twice, to zero at 1,495 and from half at
+1,950). A run of this script takes both phases from nothing, with more answer steps in place of what the decoder had
+learned before; at 0.3 and 0.85 seconds a step, on quiet cores, that is about 40 minutes. Such a run as a whole has not
+been measured. The accuracy of the shipped weights is in their model card.
 """
 
 from __future__ import annotations
