@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
@@ -28,14 +29,12 @@ from tests.cluster.scenes import asking, picture
 from tests.local.in_process_service import InProcessService, in_process_service
 
 
-def failing(
-    stage: str, error: Exception, *, after_tokens: int = 0, replicas: str = ""
-) -> Callable[..., FakeStageWorker]:
-    """Return a worker type whose stage fails, on replicas whose id starts as given."""
+def failing(stage: str, error: Exception, *, after_tokens: int = 0) -> Callable[..., FakeStageWorker]:
+    """Return a worker type whose stage fails."""
 
     class FailingWorker(FakeStageWorker):
         async def prefill(self, request: Request, prompt: Prompt, payloads: Mapping[int, bytes]) -> Prefilled:
-            if stage == "prefill" and self.replica_id.startswith(replicas):
+            if stage == "prefill":
                 raise error
             return await super().prefill(request, prompt, payloads)
 
@@ -45,7 +44,7 @@ def failing(
             num_tokens = 0
             async with contextlib.aclosing(super().decode(request, source, payloads)) as stream:
                 async for chunks in stream:
-                    if stage == "decode" and self.replica_id.startswith(replicas) and num_tokens >= after_tokens:
+                    if stage == "decode" and num_tokens >= after_tokens:
                         raise error
                     num_tokens += 1
                     yield chunks
@@ -175,8 +174,20 @@ async def test_several_prompts_are_numbered_through_and_counted_together(tiny_qw
 
 
 async def test_the_failure_of_one_prompt_ends_the_others(tiny_qwen_dir: Path):
-    worker = failing("decode", DeadlineExceededError("too late"), after_tokens=1, replicas="decode#0")
-    async with in_process_service(tiny_qwen_dir, worker_type=worker) as service:
+    numbers = itertools.count()
+
+    class FirstFails(FakeStageWorker):
+        async def decode(
+            self, request: Request, source: Prompt | Prefilled, payloads: Mapping[int, bytes]
+        ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
+            is_first = next(numbers) == 0
+            async with contextlib.aclosing(super().decode(request, source, payloads)) as stream:
+                async for chunks in stream:
+                    yield chunks
+                    if is_first:
+                        raise DeadlineExceededError("too late")
+
+    async with in_process_service(tiny_qwen_dir, worker_type=FirstFails) as service:
         reply = await service.ask("/v1/completions", prompt=["one", "two", "three", "four"], max_tokens=200)
         assert reply.status_code == 504
         await service.check_integrity()
