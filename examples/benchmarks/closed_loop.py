@@ -50,8 +50,8 @@ def figures(timelines: list[RequestTimeline], duration_s: float) -> dict[str, fl
     complete = [timeline for timeline in timelines if timeline.is_complete]
     metrics = [RequestMetrics.of(timeline) for timeline in complete]
     ttft = Distribution.of([each.ttft_s for each in metrics])
-    itl = Distribution.of([gap for each in metrics for gap in each.itl_s])
-    tpot = Distribution.of([each.tpot_s for each in metrics])
+    itl = Distribution.of([gap for each in metrics for gap in each.gaps_s])
+    tpot = Distribution.of([each.tpot_s for each in metrics if each.tpot_s is not None])
     return {
         "failed": len(timelines) - len(complete),
         "ttft_p50": ttft.p50_s * 1000,
