@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -103,13 +104,16 @@ def main(
 
 async def measure(servers: list[str], concurrency: list[int], rounds: int, per_client: int, shape: RequestShape):
     contenders = [await _contender(server) for server in servers]
+    run = int(time.time()) % 1_000_000 * 1000  # no prompt or picture of an earlier run, which a server may still cache
     for contender in contenders:  # warm-up: first contacts, compilation
-        await run_round(contender, shape, 2, 4, salt=999)
+        await run_round(contender, shape, 2, 4, salt=run)
     results: dict[tuple[str, int], list[dict[str, float]]] = {}
     plan = [(clients, number) for clients in concurrency for number in range(rounds)]
     for clients, number in track(plan, description="rounds"):
         for contender in contenders:
-            timelines, duration_s = await run_round(contender, shape, clients, clients * per_client, salt=number + 1)
+            timelines, duration_s = await run_round(
+                contender, shape, clients, clients * per_client, salt=run + number + 1
+            )
             results.setdefault((contender.name, clients), []).append(figures(timelines, duration_s))
     return results
 
