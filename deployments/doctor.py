@@ -34,7 +34,7 @@ class Check:
 
 def run_checks(config: Path | None = None) -> list[Check]:
     """Run all checks; those of a ``serve run`` file too if one is given."""
-    checks = [_python(), *_packages(), _cpus(), _nixl(), _shared_memory(), _disk(), _gpus()]
+    checks = [_python(), *_packages(), _cpus(), _compiler(), _nixl(), _shared_memory(), _disk(), _gpus()]
     port = DEFAULT_PORT
     if config is not None:
         finding, port = _config(config)
@@ -69,6 +69,16 @@ def _packages() -> Iterator[Check]:
 def _cpus() -> Check:
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Check("cpus", "ok" if num_cpus >= 2 else "warning", f"{num_cpus} usable")
+
+
+def _compiler() -> Check:
+    from epd.engine.native import has_compiler
+
+    if has_compiler():
+        return Check("C++ compiler", "ok", "decode attention on the CPU gets its own kernel")
+    return Check(
+        "C++ compiler", "warning", "none: decode attention on the CPU runs on torch's kernels, slower; apt install g++"
+    )
 
 
 def _nixl() -> Check:

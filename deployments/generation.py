@@ -69,19 +69,29 @@ class Generation:
         max_attempts: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> AsyncGenerator[tuple[Delta, ...]]:
-        """Yield what the choices gain until all have ended. Leaving early aborts every stage."""
+        """Yield what the choices gain until all have ended. Leaving early aborts every stage.
+
+        A run that ends by itself is read to its end, so that replicas finish it in their own way and say how busy they
+        are then; one that a stop string ended is cut off.
+        """
         request = self.prepared.request
         self.report = self.prepared.report
         texts = {choice: self.prepared.make_text() for choice in range(request.sampling.n)}
         is_open = set(texts)
+        is_cut = False
         updates = generate(request, self.prepared.payloads, place, client_of, max_attempts=max_attempts)
         async with contextlib.aclosing(updates):
             async for update in updates:
                 self._note(update, clock())
-                deltas = [self._delta(chunk, texts[chunk.choice]) for chunk in update.chunks if chunk.choice in is_open]
-                is_open -= {delta.choice for delta in deltas if delta.finish_reason is not None}
+                deltas = []
+                for chunk in update.chunks:
+                    if chunk.choice in is_open:
+                        deltas.append(self._delta(chunk, texts[chunk.choice]))
+                        if deltas[-1].finish_reason is not None:
+                            is_open.remove(chunk.choice)
+                            is_cut = is_cut or chunk.finish_reason is None
                 yield tuple(deltas)
-                if not is_open:
+                if is_cut and not is_open:
                     break
         self.is_complete = True
 

@@ -113,7 +113,8 @@ class Preparer:
         timestamps_s: tuple[float, ...] = ()
         try:
             if part.modality is Modality.VIDEO:
-                timestamps_s = info.snap(family.video_timestamps(info.duration_s, info.fps, info.num_frames))
+                # As sampled, not as the frames found there are timed: models place frames by the sampling rate.
+                timestamps_s = family.video_timestamps(info.duration_s, info.fps, info.num_frames)
                 check_sampling(info, timestamps_s, param=part.param, config=limits)
                 layout = family.video_layout(info.width, info.height, timestamps_s)
             else:

@@ -7,7 +7,6 @@ EpdError
 │   ├── PromptTooLongError       prompt and output do not fit the model's context or the KV cache
 │   └── UnsupportedModeError     the configured pools cannot form the requested mode
 ├── AuthenticationError          bad or missing API key (401)
-├── ForbiddenError               the server's policy refuses the request (403)
 ├── ModelNotFoundError           no such model (404)
 ├── BodyTooLargeError            request body over the limit (413)
 ├── AdmissionRejectedError       the SLO cannot be met now, or the queues are full (429)
@@ -75,10 +74,6 @@ class UnsupportedModeError(InvalidRequestError):
 
 class AuthenticationError(EpdError):
     """The API key is missing or unknown."""
-
-
-class ForbiddenError(EpdError):
-    """The server's policy refuses this request, whoever sends it."""
 
 
 class ModelNotFoundError(EpdError):

@@ -12,7 +12,7 @@ from epd.config import MediaConfig
 from epd.errors import MediaError
 from epd.media.clip_frames import frame_size
 from epd.media.image_file import opened_image, oriented_size
-from epd.media.video_file import check_clip_size, frames_at, index_clip, limit_decoder, opened_clip
+from epd.media.video_file import check_clip_size, index_clip, limit_decoder, opened_clip
 from epd.types import Modality
 
 
@@ -31,10 +31,6 @@ class MediaInfo:
     duration_s: float = 0.0
     fps: float = 0.0
     frame_times_s: tuple[float, ...] = ()
-
-    def snap(self, timestamps_s: Sequence[float]) -> tuple[float, ...]:
-        """Return the time of the frame that is on screen at each timestamp, so that timestamps equal frames taken."""
-        return tuple(self.frame_times_s[index] for index in frames_at(self.frame_times_s, timestamps_s))
 
 
 def probe(data: bytes, *, modality: Modality, param: str | None, config: MediaConfig) -> MediaInfo:

@@ -125,9 +125,8 @@ def test_metrics_in_the_readme_are_those_that_are_written():
 
 
 def test_error_statuses_in_the_readme_are_those_that_are_sent():
-    # Nothing raises ForbiddenError (403) yet.
     sent = {status for _, status, _, _ in _TABLE} | {to_http(RuntimeError(), "x").status}
-    assert {int(status) for status in re.findall(r"^\| (\d{3}) \|", section("HTTP API"), re.MULTILINE)} == sent - {403}
+    assert {int(status) for status in re.findall(r"^\| (\d{3}) \|", section("HTTP API"), re.MULTILINE)} == sent
 
 
 def test_the_placement_field_and_the_trace_are_described_field_by_field():
