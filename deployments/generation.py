@@ -5,14 +5,19 @@ Owns detokenizing, stop strings, and the request's timeline at the ingress. Know
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
+from epd.errors import EpdError
 from epd.prompt.detokenizer import IncrementalDetokenizer
 from epd.stages.life import ClientOf, Place, Update, generate
 from epd.types import FinishReason, Placement, Request, StageReport, TokenChunk, TokenLogprob
+
+END_TIMEOUT_S = 2.0
+"""How long a reply waits for a stream to end whose tokens have all arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +82,24 @@ class Generation:
         request = self.prepared.request
         self.report = self.prepared.report
         texts = {choice: self.prepared.make_text() for choice in range(request.sampling.n)}
-        is_open = set(texts)
-        is_cut = False
+        is_open, is_running = set(texts), set(texts)
         updates = generate(request, self.prepared.payloads, place, client_of, max_attempts=max_attempts)
         async with contextlib.aclosing(updates):
             async for update in updates:
                 self._note(update, clock())
+                is_running -= {chunk.choice for chunk in update.chunks if chunk.finish_reason is not None}
                 deltas = []
                 for chunk in update.chunks:
                     if chunk.choice in is_open:
                         deltas.append(self._delta(chunk, texts[chunk.choice]))
                         if deltas[-1].finish_reason is not None:
                             is_open.remove(chunk.choice)
-                            is_cut = is_cut or chunk.finish_reason is None
                 yield tuple(deltas)
-                if is_cut and not is_open:
+                if not is_open:
                     break
-        self.is_complete = True
+            self.is_complete = True
+            if not is_running:
+                await _read_to_end(updates)
 
     def _note(self, update: Update, now_s: float) -> None:
         self.placement = update.placement
@@ -120,3 +126,11 @@ class Generation:
                 finish_reason = FinishReason.STOP
         self.num_output_tokens += num_tokens
         return Delta(chunk.choice, gained, num_tokens, finish_reason, chunk.logprobs[:num_tokens])
+
+
+async def _read_to_end(updates: AsyncGenerator[Update]) -> None:
+    """Wait for a stream that has brought every token to end; the request is done, whatever goes wrong with that."""
+    with contextlib.suppress(EpdError, TimeoutError):
+        async with asyncio.timeout(END_TIMEOUT_S):
+            async for _ in updates:
+                pass
