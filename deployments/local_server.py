@@ -30,6 +30,7 @@ from deployments.serve_file import ServeFile, read_serve_file
 from epd.errors import ConfigError
 
 STOP_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 2.0
 _POLL_INTERVAL_S = 0.25
 _FAILURE = re.compile(r"Deploying app .* failed|DEPLOY_FAILED|is UNHEALTHY.*constructor|Failed to (start|deploy)")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -45,10 +46,8 @@ def serve_until_stopped(path: Path, *, port: int | None, timeout_s: float, verbo
     file = file if port is None else file.listening_on(port)
     check_before_start(file.config)
     _check_port_is_free(file)
-    # A short path: Ray puts sockets below it, whose names are limited to some 100 characters.
-    directory = Path(tempfile.mkdtemp(prefix="epd-"))
     stop = threading.Event()
-    with _stopping_on_signals(stop):
+    with _stopping_on_signals(stop), _short_temporary_directory() as directory:
         server = _Server(file, directory, verbose=verbose)
         try:
             with console.status("starting"):
@@ -57,21 +56,29 @@ def serve_until_stopped(path: Path, *, port: int | None, timeout_s: float, verbo
                 console.print(f"[red]error:[/red] {problem}", soft_wrap=True)
                 return 1
             if not stop.is_set():
-                url = f"http://{'127.0.0.1' if file.host == '0.0.0.0' else file.host}:{file.port}"
-                sys.stdout.write(first_steps(url, file.config))
+                sys.stdout.write(first_steps(file.url, file.config))
                 sys.stdout.flush()
             return server.wait_until_stopped(stop, console)
         finally:
             with console.status("stopping"):
                 server.stop()
-            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _short_temporary_directory() -> Iterator[Path]:
+    """Make a directory, and remove it on leaving. Ray puts sockets below it, whose names must be short."""
+    directory = Path(tempfile.mkdtemp(prefix="epd-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Server:
     """The child process that runs ``serve run``, and everything that it started."""
 
     def __init__(self, file: ServeFile, directory: Path, *, verbose: bool) -> None:
-        self._url = f"http://{'127.0.0.1' if file.host == '0.0.0.0' else file.host}:{file.port}"
+        self._url = file.url
         self._log_path = directory / "serve.log"
         config_path = directory / "config.yaml"
         config_path.write_text(yaml.safe_dump(dict(file.document), sort_keys=False))
@@ -115,18 +122,19 @@ class _Server:
 
     def stop(self) -> None:
         """End the server and whatever it started; return when all are gone."""
-        started = [self._process.pid, *_descendants(self._process.pid)]
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
+        # Ray's agents outlive their raylet by half a minute, and an interrupted start leaves more.
         for kind in (signal.SIGTERM, signal.SIGKILL):
-            left = [pid for pid in started if _is_alive(pid)]
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, kind)
-            deadline_s = time.monotonic() + (5.0 if left else 0.0)
-            while any(map(_is_alive, left)) and time.monotonic() < deadline_s:
+            deadline_s = time.monotonic() + KILL_TIMEOUT_S
+            sent: set[int] = set()
+            while (left := _members(self._process.pid)) and time.monotonic() < deadline_s:
+                for pid in left - sent:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, kind)
+                sent |= left
                 time.sleep(0.05)
         self._process.wait()
         if self._log is not None:
@@ -153,10 +161,15 @@ def _check_port_is_free(file: ServeFile) -> None:
 
 @contextlib.contextmanager
 def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Set ``stop`` on Ctrl-C, on SIGTERM, and when the terminal is closed, unless that is ignored (``nohup``)."""
+
     def request_stop(*_: object) -> None:
         stop.set()
 
-    before = {kind: signal.signal(kind, request_stop) for kind in (signal.SIGINT, signal.SIGTERM)}
+    kinds = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        kinds.append(signal.SIGHUP)
+    before = {kind: signal.signal(kind, request_stop) for kind in kinds}
     try:
         yield
     finally:
@@ -164,25 +177,16 @@ def _stopping_on_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return all children of a process and theirs. Empty where there is no ``/proc``; Serve's own shutdown must do."""
-    children: dict[int, list[int]] = {}
+def _members(session: int) -> set[int]:
+    """Return the processes of a session that run, whoever is their parent by now.
+
+    Empty where there is no ``/proc``; Serve's own shutdown must do.
+    """
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # The command, in parentheses, may contain anything; the parent comes two fields after it.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
+            # The command, in parentheses, may contain anything; state, parent, group and session come after it.
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state not in ("Z", "X"):
+                found.add(int(stat.parent.name))
     return found
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False

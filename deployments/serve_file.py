@@ -28,6 +28,12 @@ class ServeFile:
     host: str
     port: int
 
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
     def listening_on(self, port: int) -> ServeFile:
         """Return the same file with another port."""
         options = {**self.document.get("http_options", {}), "host": self.host, "port": port}

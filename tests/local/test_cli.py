@@ -5,7 +5,10 @@ of Ray's tracebacks, minutes later.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from typer.testing import CliRunner
 
 from deployments.cli import app
 from deployments.first_steps import BEGIN_PYTHON, END_PYTHON, first_steps
+from deployments.local_server import _members
+from deployments.serve_file import ServeFile
 from epd.config import parse_config
 
 ALL = {"all": {"roles": ["encode", "prefill", "decode"]}}
@@ -59,10 +64,34 @@ def test_serve_says_that_the_port_is_taken(serve_file: Path):
     assert f"127.0.0.1:{port}" in output
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("10.1.2.3", "http://10.1.2.3:8000"),
+    ],
+)
+def test_the_address_shown_is_one_that_this_machine_can_call(host: str, url: str):
+    assert ServeFile({}, parse_config({"pools": ALL}), host, 8000).url == url
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc on this machine")
+def test_a_process_whose_parent_died_is_still_found_to_be_stopped():
+    command = ["sh", "-c", "sleep 600 >/dev/null & echo $!"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as parent:
+        orphan = int(parent.communicate()[0])
+    try:
+        assert _members(parent.pid) == {orphan}
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
 def test_doctor_reports_each_check_for_machines(serve_file: Path):
     code, output = run("doctor", str(serve_file), "--json")
     checks = {check["name"]: check for check in json.loads(output)["checks"]}
-    assert {"python", "nixl", "shared memory", "gpu", "configuration"} <= checks.keys()
+    assert {"python", "C++ compiler", "nixl", "shared memory", "gpu", "configuration"} <= checks.keys()
     assert checks["configuration"]["status"] == "ok"
     assert "aggregated" in checks["configuration"]["detail"]
     assert code == int(any(check["status"] == "failed" for check in checks.values()))
