@@ -44,6 +44,7 @@ _TABLE: tuple[tuple[type[errors.EpdError], int, str, str | None], ...] = (
     (errors.MediaError, 400, _INVALID, "invalid_media"),
     (errors.InvalidRequestError, 400, _INVALID, None),
     (errors.AuthenticationError, 401, _INVALID, "invalid_api_key"),
+    (errors.ForbiddenError, 403, _INVALID, "forbidden"),
     (errors.ModelNotFoundError, 404, _INVALID, "model_not_found"),
     (errors.BodyTooLargeError, 413, _INVALID, "request_too_large"),
     (errors.AdmissionRejectedError, 429, "rate_limit_error", None),

@@ -101,7 +101,7 @@ class OpenAIService:
     async def models(self, http: HttpRequest) -> Response:
         """``GET /v1/models``."""
         try:
-            self._keys.check(http.headers.get("authorization"))
+            self._keys.check(http.headers.get("authorization"), http.scope.get("server"))
         except Exception as error:
             return self._error_reply(error, _request_id(http))
         model = {
@@ -138,7 +138,7 @@ class OpenAIService:
         count = self._metrics.request_started()
         mode = NOT_PLACED
         try:
-            self._keys.check(http.headers.get("authorization"))
+            self._keys.check(http.headers.get("authorization"), http.scope.get("server"))
             body = parse_body(kind, await read_body(http, self._config.ingress.max_body_bytes))
             self._check_model(body)
             wish = self._wish(http, body)

@@ -7,6 +7,7 @@ EpdError
 │   ├── PromptTooLongError       prompt and output do not fit the model's context or the KV cache
 │   └── UnsupportedModeError     the configured pools cannot form the requested mode
 ├── AuthenticationError          bad or missing API key (401)
+├── ForbiddenError               open to this machine only, and called from elsewhere (403)
 ├── ModelNotFoundError           no such model (404)
 ├── BodyTooLargeError            request body over the limit (413)
 ├── AdmissionRejectedError       the SLO cannot be met now, or the queues are full (429)
@@ -74,6 +75,10 @@ class UnsupportedModeError(InvalidRequestError):
 
 class AuthenticationError(EpdError):
     """The API key is missing or unknown."""
+
+
+class ForbiddenError(EpdError):
+    """The server is open to its own machine only, and the request came another way."""
 
 
 class ModelNotFoundError(EpdError):

@@ -114,5 +114,5 @@ async def in_process_service(
             ]
         )
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://epd") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
             yield InProcessService(config, peers.workers, view, metrics, http)

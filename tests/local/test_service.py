@@ -229,6 +229,18 @@ async def test_keys_are_asked_for_when_configured(tiny_qwen_dir: Path, monkeypat
         assert (await service.http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
 
 
+async def test_without_keys_a_request_from_another_machine_is_refused(tiny_qwen_dir: Path):
+    async with in_process_service(tiny_qwen_dir) as service:
+        service.http.base_url = "http://10.1.2.3:8000"
+        refused = await service.ask()
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "forbidden"
+        assert (await service.http.get("/v1/models")).status_code == 403
+    async with in_process_service(tiny_qwen_dir, ingress={"allow_anonymous": True}) as service:
+        service.http.base_url = "http://10.1.2.3:8000"
+        assert (await service.ask()).status_code == 200
+
+
 async def test_a_body_is_counted_while_it_arrives(tiny_qwen_dir: Path):
     async def parts() -> AsyncGenerator[bytes]:
         for _ in range(5):

@@ -16,6 +16,7 @@ SAMPLES = [
     errors.PromptTooLongError("9000 tokens"),
     errors.UnsupportedModeError("epd", "epd.mode"),
     errors.AuthenticationError("no key"),
+    errors.ForbiddenError("not from here"),
     errors.ModelNotFoundError("no such model"),
     errors.BodyTooLargeError("too large"),
     errors.AdmissionRejectedError("too busy", "ttft", 2.5),

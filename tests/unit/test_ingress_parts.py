@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.auth import load_api_keys
+from deployments.auth import is_local, load_api_keys
 from deployments.cluster_view import ClusterView
 from deployments.errors import to_http
 from deployments.messages import ReplicaAddress
@@ -25,6 +25,7 @@ from epd.config import IngressConfig
 from epd.stages.stats import Histogram, WorkerStats
 from epd.types import Mode, Placement, ReplicaLoad, Stage, StageReport
 
+HERE, ELSEWHERE = ("127.0.0.1", 8000), ("10.1.2.3", 8000)
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
@@ -86,22 +87,45 @@ class TestApiKeys:
     )
     def test_anything_but_a_known_key_is_refused(self, tmp_path: Path, header: str | None):
         with pytest.raises(errors.AuthenticationError):
-            self.keys(tmp_path).check(header)
+            self.keys(tmp_path).check(header, ELSEWHERE)
 
     @pytest.mark.parametrize("header", ["Bearer alpha", "bearer beta", "Bearer  beta "])
     def test_a_known_key_is_taken(self, tmp_path: Path, header: str):
-        self.keys(tmp_path).check(header)
+        self.keys(tmp_path).check(header, ELSEWHERE)
 
-    def test_without_keys_everyone_may_whatever_they_send(self):
+    def test_without_keys_this_machine_may_whatever_it_sends(self):
         keys = load_api_keys(IngressConfig())
-        keys.check(None)
-        keys.check("Bearer none")
+        keys.check(None, HERE)
+        keys.check("Bearer none", HERE)
 
     def test_anonymous_callers_may_be_let_in_but_wrong_keys_not(self, tmp_path: Path):
         keys = self.keys(tmp_path, allow_anonymous=True)
-        keys.check(None)
+        keys.check(None, ELSEWHERE)
         with pytest.raises(errors.AuthenticationError):
-            keys.check("Bearer gamma")
+            keys.check("Bearer gamma", ELSEWHERE)
+
+    def test_without_keys_other_machines_are_refused_unless_anyone_may_call(self):
+        with pytest.raises(errors.ForbiddenError, match="allow_anonymous"):
+            load_api_keys(IngressConfig()).check("Bearer none", ELSEWHERE)
+        load_api_keys(IngressConfig(allow_anonymous=True)).check(None, ELSEWHERE)
+
+    @pytest.mark.parametrize(
+        ("arrived_at", "expected"),
+        [
+            (("127.0.0.1", 8000), True),
+            (("127.8.8.8", 8000), True),
+            (("::1", 8000), True),
+            (("::ffff:127.0.0.1", 8000), True),
+            (("/run/epd.sock", None), True),
+            (("10.1.2.3", 8000), False),
+            (("0.0.0.0", 8000), False),
+            (("fe80::1%eth0", 8000), False),
+            (("localhost.example", 8000), False),
+            (None, False),
+        ],
+    )
+    def test_only_addresses_that_nobody_else_can_reach_are_local(self, arrived_at, expected: bool):
+        assert is_local(arrived_at) is expected
 
     def test_a_server_that_was_meant_to_be_closed_does_not_start_open(self, tmp_path: Path):
         with pytest.raises(errors.ConfigError, match=r"args\.ingress\.api_keys_env"):
@@ -124,7 +148,7 @@ class TestHttpErrors:
             error.__dict__.update(param=None, retry_after_s=1.0, reason="r", stage="s", request_id="x")
             statuses[kind.__name__] = to_http(error, "id").status
         assert 500 not in statuses.values(), statuses
-        assert set(statuses.values()) == {400, 401, 404, 413, 429, 502, 503, 504}
+        assert set(statuses.values()) == {400, 401, 403, 404, 413, 429, 502, 503, 504}
 
     def test_a_bug_is_named_by_the_request_only(self):
         reply = to_http(ZeroDivisionError("secret"), "id-1")
