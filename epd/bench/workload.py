@@ -316,6 +316,7 @@ def request_body(item: WorkItem, *, model: str, salt: int = 0, options: Mapping[
         "max_tokens": item.shape.output_tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "min_tokens": item.shape.output_tokens,  # an ignored end token shows no text, and so no time of arrival
         "stream": True,
         "stream_options": {"include_usage": True},
         **(options or {}),

@@ -265,7 +265,9 @@ class Engine:
         request, params = sequence.request, sequence.request.sampling
         choices = range(params.n) if sequence.state.num_unforked else [sequence.choice]
         output = sequence.output_token_ids
-        forbidden = sorted(self._end_token_ids(request)) if len(output) < params.min_tokens else ()
+        # The end token too when it would be ignored: a client that asks for so many tokens wants tokens that show.
+        ends = self._eos_token_ids | frozenset(params.stop_token_ids)
+        forbidden = sorted(ends) if len(output) < params.min_tokens else ()
         return [
             SampleRow(
                 row=index,
