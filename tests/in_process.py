@@ -166,7 +166,19 @@ def make_prompt(
     token_ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
     )
-    images = tuple(part for part in parts if not isinstance(part, str))
+    images = [part for part in parts if not isinstance(part, str)]
+    return prompt_of_tokens(family, token_ids, images, sampling=sampling, request_id=request_id)
+
+
+def prompt_of_tokens(
+    family: ModelFamily,
+    token_ids: Sequence[int],
+    images: Sequence[Image.Image],
+    *,
+    sampling: SamplingParams,
+    request_id: str = "request",
+) -> Prompt:
+    """Build the request for token ids in which each image has one placeholder."""
     payloads = {index: png(image) for index, image in enumerate(images)}
     layouts = [family.image_layout(*image.size) for image in images]
     expanded, ranges = family.expand_placeholders(token_ids, [Modality.IMAGE] * len(images), layouts)
@@ -187,4 +199,4 @@ def make_prompt(
         )
         for index, layout in enumerate(layouts)
     )
-    return Prompt(Request(request_id, tuple(expanded), sampling, items), payloads, images)
+    return Prompt(Request(request_id, tuple(expanded), sampling, items), payloads, tuple(images))
