@@ -17,6 +17,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from deployments import environment
 from deployments.checks_before_start import check_before_start
 from deployments.ingress import IngressDeployment
 from deployments.messages import INGRESS
@@ -29,11 +30,6 @@ from epd.transfer.factory import Backend
 
 CONTROL_HEADROOM = 1024
 """Concurrent calls that a replica accepts beyond its stage calls: reads, renewals, releases, polls."""
-
-_ENVIRONMENT = {
-    # CPU tensors leave and enter the object store without a copy.
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-}
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -79,7 +75,7 @@ def _actor_options(given: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
     """Add what this application needs to the actor options of the configuration, which win where both speak."""
     options = {**defaults, **given}
     runtime_env = dict(options.get("runtime_env") or {})
-    runtime_env["env_vars"] = {**_ENVIRONMENT, **runtime_env.get("env_vars", {})}
+    runtime_env["env_vars"] = {**environment.REPLICAS, **runtime_env.get("env_vars", {})}
     return {**options, "runtime_env": runtime_env}
 
 

@@ -3,7 +3,8 @@
 How things travel:
 
 * stage calls and token streams: gRPC handles (``_by_reference=False``). They are several times faster for small
-  messages, and a call whose caller was killed is cancelled at once;
+  messages, and a call whose caller was killed is cancelled at once. Tokens of several streams travel together
+  (``deployments.token_channel``);
 * media bytes over ``INLINE_BYTES``: put into the object store once by the ingress, which holds them to the end of the
   request, then handed to the callee ahead of the call, as top-level arguments of a by-reference call (a *nested*
   reference over gRPC would leak its object);
@@ -26,7 +27,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.failures import translated
-from deployments.messages import Payloads, ReplicaAddress, Reply, StreamItem
+from deployments.messages import ChannelMessage, Payloads, ReplicaAddress, Reply, StreamItem
+from deployments.token_channel import ChannelLostError, Lane, TokenChannel
 from epd.errors import EpdError, PeerLostError, StageFailedError
 from epd.types import Encoded, Prefilled, Prompt, ReplicaLoad, Request, Stage, TokenChunk
 
@@ -40,20 +42,28 @@ READ_TIMEOUT_S = 60.0
 T = TypeVar("T")
 
 
+def _ignore(load: ReplicaLoad) -> None:
+    pass
+
+
 class ReplicaHandle:
     """A pool's handle, pinned to one replica.
 
     Calls leave outside of Serve's request context. Inside it, Serve cancels them itself when a client disconnects,
-    which arrives before this side is cancelled and looks like the loss of the replica.
+    which arrives before this side is cancelled and looks like the loss of the replica. ``on_load`` gets the loads that
+    come with the token streams of several requests together.
     """
 
-    def __init__(self, handle: DeploymentHandle, address: ReplicaAddress) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, address: ReplicaAddress, on_load: Callable[[ReplicaLoad], None] = _ignore
+    ) -> None:
         self.address = address
         small = {"session_id": address.unique_id, "_by_reference": False}
         small |= {"request_serialization": "pickle", "response_serialization": "pickle"}
         self._small = handle.options(**small)
         self._streaming = handle.options(**small, stream=True)
         self._bulk = handle.options(session_id=address.unique_id, _by_reference=True)
+        self.channel = TokenChannel(self._outputs, detach, on_load)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a unary method over gRPC. Cancelling this cancels the remote call."""
@@ -74,6 +84,9 @@ class ReplicaHandle:
         finally:
             if not is_finished:
                 items.cancel()
+
+    def _outputs(self, channel_id: str) -> AsyncGenerator[ChannelMessage]:
+        return self.stream("outputs", channel_id)
 
 
 def _sent(handle: DeploymentHandle, method: str, args: tuple[Any, ...]) -> Any:
@@ -137,16 +150,36 @@ class RayStageClient:
         self, request: Request, source: Prompt | Prefilled, payloads: Mapping[int, bytes]
     ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
         with translated(self._lost(Stage.DECODE)):
-            async with (
-                self._sent(payloads) as sent,
-                contextlib.aclosing(self._replica.stream("decode", request, source, sent)) as items,
-            ):
+            try:
+                async with self._sent(payloads) as sent, self._lane(request, source, sent) as lane:
+                    async for chunks in lane.items():
+                        yield chunks
+            except ChannelLostError as error:
+                raise self._lost(Stage.DECODE)(str(error)) from error
+
+    @contextlib.asynccontextmanager
+    async def _lane(self, request: Request, source: Prompt | Prefilled, sent: Payloads) -> AsyncIterator[Lane]:
+        """Run a decode call into a lane; on leaving, cancel what is left of it."""
+        with self._replica.channel.lane() as lane:
+            calling = detach(self._call_into(lane, request, source, sent))
+            try:
+                yield lane
+            finally:
+                calling.cancel()
+                await asyncio.gather(calling, return_exceptions=True)
+
+    async def _call_into(self, lane: Lane, request: Request, source: Prompt | Prefilled, sent: Payloads) -> None:
+        try:
+            stream = self._replica.stream("decode", request, source, sent, lane.address)
+            async with contextlib.aclosing(stream) as items:
                 async for item in items:
                     assert isinstance(item, StreamItem)
                     if item.load is not None:
                         self._on_load(item.load)
-                    if item.chunks:
-                        yield item.chunks
+                    lane.put(item.index, item.chunks)
+            lane.end()
+        except BaseException as error:  # raised again where the lane is read
+            lane.end(error)
 
     async def release(self, handle_ids: Sequence[str]) -> None:
         """Release, whatever becomes of the caller: a cancelled request must still free its memory."""

@@ -109,7 +109,9 @@ class Exchange:
                     async for deltas in stream:
                         if generation.timeline.first_token_s is not None:
                             first_token()
-                        numbered = [replace(delta, choice=first_choice + delta.choice) for delta in deltas]
+                        numbered = list(deltas)
+                        if first_choice:
+                            numbered = [replace(delta, choice=first_choice + delta.choice) for delta in deltas]
                         self._measure(generation, numbered)
                         if numbered:
                             yield numbered

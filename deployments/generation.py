@@ -89,7 +89,7 @@ class Generation:
                 self._note(update, clock())
                 is_running -= {chunk.choice for chunk in update.chunks if chunk.finish_reason is not None}
                 deltas = []
-                for chunk in update.chunks:
+                for chunk in joined(update.chunks):
                     if chunk.choice in is_open:
                         deltas.append(self._delta(chunk, texts[chunk.choice]))
                         if deltas[-1].finish_reason is not None:
@@ -126,6 +126,20 @@ class Generation:
                 finish_reason = FinishReason.STOP
         self.num_output_tokens += num_tokens
         return Delta(chunk.choice, gained, num_tokens, finish_reason, chunk.logprobs[:num_tokens])
+
+
+def joined(chunks: tuple[TokenChunk, ...]) -> tuple[TokenChunk, ...]:
+    """Join chunks of the same choice that came together: clients look for one entry a choice in an event."""
+    if len(chunks) == 1:
+        return chunks
+    by_choice: dict[int, TokenChunk] = {}
+    for chunk in chunks:
+        before = by_choice.get(chunk.choice)
+        if before is not None:
+            token_ids, logprobs = before.token_ids + chunk.token_ids, before.logprobs + chunk.logprobs
+            chunk = TokenChunk(chunk.choice, token_ids, chunk.finish_reason, logprobs)
+        by_choice[chunk.choice] = chunk
+    return tuple(by_choice.values())
 
 
 async def _read_to_end(updates: AsyncGenerator[Update]) -> None:

@@ -154,7 +154,7 @@ class Ingress:
     def _replica(self, replica_id: str) -> ReplicaHandle:
         if replica_id not in self._replicas:
             address = ReplicaAddress.parse(replica_id)
-            self._replicas[replica_id] = ReplicaHandle(self._pools[address.pool], address)
+            self._replicas[replica_id] = ReplicaHandle(self._pools[address.pool], address, self._view.update)
         return self._replicas[replica_id]
 
     def _drop(self, replica_id: str) -> None:

@@ -24,6 +24,7 @@ import httpx
 import yaml
 from rich.console import Console
 
+from deployments import environment
 from deployments.checks_before_start import check_before_start
 from deployments.first_steps import first_steps
 from deployments.serve_file import ServeFile, read_serve_file
@@ -82,18 +83,18 @@ class _Server:
         self._log_path = directory / "serve.log"
         config_path = directory / "config.yaml"
         config_path.write_text(yaml.safe_dump(dict(file.document), sort_keys=False))
-        environment = {
+        variables = {
+            **environment.CLUSTER,
             **os.environ,
             "RAY_ADDRESS": "local",
             "RAY_TMPDIR": str(directory),
-            "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         command = [sys.executable, "-m", "ray.serve.scripts", "run", str(config_path)]
         self._log: IO[bytes] | None = None if verbose else self._log_path.open("wb")
         # A session of its own: a Ctrl-C reaches this process only, which stops the others in order.
         self._process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=self._log, start_new_session=True
+            command, env=variables, stdout=self._log, stderr=self._log, start_new_session=True
         )
 
     def wait_until_ready(self, timeout_s: float, stop: threading.Event, console: Console) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from epd.types import ReplicaLoad, TokenChunk
 
@@ -23,9 +23,33 @@ class Reply(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class StreamItem:
-    """All chunks that were ready when the item left, in order. ``load`` comes on the first item and now and then."""
+    """All chunks that were ready when the item left, in order. ``load`` comes on the first item and now and then.
+
+    ``index`` numbers the items of a stream, those in a channel included.
+    """
 
     chunks: tuple[TokenChunk, ...]
+    load: ReplicaLoad | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAddress:
+    """Where an ingress reads a stream besides its own call; see ``deployments.token_channel``."""
+
+    channel_id: str
+    number: int
+
+
+ChannelItem = tuple[int, int, tuple[Any, ...]]
+"""A stream's number, the item's index in it, and its chunks, packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMessage:
+    """What several streams of a replica had ready together; now and then with the replica's load."""
+
+    items: tuple[ChannelItem, ...]
     load: ReplicaLoad | None = None
 
 

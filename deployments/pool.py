@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ray import serve
 
-from deployments.messages import Payloads, ReplicaAddress, Reply, StreamItem
+from deployments.messages import ChannelMessage, LaneAddress, Payloads, ReplicaAddress, Reply, StreamItem
 from deployments.payload_inbox import PayloadInbox
 from deployments.replica_logging import quieten_replica_log
+from deployments.token_channel import Outlets
 from epd.errors import AdmissionRejectedError
 from epd.stages.stats import WorkerStats
 from epd.transfer.base import PeerClient
-from epd.types import Encoded, Prefilled, Prompt, ReplicaLoad, Request, StageClient, TokenChunk
+from epd.types import Encoded, Prefilled, Prompt, ReplicaLoad, Request, StageClient
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,7 @@ class StagePool:
         self._max_ongoing_requests = max_ongoing_requests
         self._num_ongoing_requests = 0
         self._inbox = PayloadInbox()
+        self._outlets = Outlets()
         self._starting: asyncio.Task[None] | None = None
         self._worker = make_worker(self.replica_id, RayPeerClient(context.app_name))
 
@@ -83,18 +85,25 @@ class StagePool:
             return self._reply(await self._worker.prefill(request, prompt, data))
 
     async def decode(
-        self, request: Request, source: Prompt | Prefilled, payloads: Payloads
+        self, request: Request, source: Prompt | Prefilled, payloads: Payloads, lane: LaneAddress | None = None
     ) -> AsyncGenerator[StreamItem]:
-        with self._admitted(payloads) as data:
-            load_due_s = time.monotonic()
-            async with contextlib.aclosing(_coalesced(self._worker.decode(request, source, data))) as items:
-                async for chunks in items:
-                    now_s = time.monotonic()
-                    is_load_due = now_s >= load_due_s
-                    if is_load_due:
-                        load_due_s = now_s + LOAD_INTERVAL_S
-                    yield StreamItem(chunks, self._worker.load() if is_load_due else None)
-        yield StreamItem((), self._worker.load())
+        """Yield the items that do not leave through the caller's channel; the first and the last never do."""
+        index = 0
+        with self._admitted(payloads) as data, self._outlets.lane(lane) as put:
+            loads = _Loads(self._worker)
+            async with contextlib.aclosing(self._worker.decode(request, source, data)) as stream:
+                async for chunks in stream:
+                    if not index or not put(index, chunks):
+                        yield StreamItem(chunks, loads.if_due(), index)
+                    index += 1
+        yield StreamItem((), self._worker.load(), index)
+
+    async def outputs(self, channel_id: str) -> AsyncGenerator[ChannelMessage]:
+        """Open a caller's channel: yield what its streams have ready, until it has had none for a while."""
+        loads = _Loads(self._worker)
+        async with contextlib.aclosing(self._outlets.messages(channel_id)) as messages:
+            async for items in messages:
+                yield ChannelMessage(items, loads.if_due())
 
     async def release(self, handle_ids: Sequence[str]) -> Reply[None]:
         await self._worker.release(handle_ids)
@@ -183,35 +192,16 @@ class StagePoolReplica(StagePool):
         await self.close()
 
 
-async def _coalesced(stream: AsyncGenerator[tuple[TokenChunk, ...]]) -> AsyncGenerator[tuple[TokenChunk, ...]]:
-    """Merge whatever chunks are ready into one item. The first leaves at once; later ones wait only for the wire."""
-    ready: list[TokenChunk] = []
-    wake = asyncio.Event()
+class _Loads:
+    """Says when a stream's items should repeat the replica's load: the first does, and then one now and again."""
 
-    async def pump() -> None:
-        try:
-            async for chunks in stream:
-                ready.extend(chunks)
-                wake.set()
-        finally:
-            wake.set()
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._due_s = 0.0
 
-    pumping = asyncio.create_task(pump())
-    try:
-        while True:
-            await wake.wait()
-            wake.clear()
-            if ready:
-                chunks, ready = tuple(ready), []
-                yield chunks
-            elif pumping.done():
-                pumping.result()
-                return
-            # The pump may have ended while its last chunks were on the wire.
-            if pumping.done():
-                wake.set()
-    finally:
-        if not pumping.done():
-            pumping.cancel()
-        await asyncio.gather(pumping, return_exceptions=True)
-        await stream.aclose()
+    def if_due(self) -> ReplicaLoad | None:
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return None
+        self._due_s = now_s + LOAD_INTERVAL_S
+        return self._worker.load()

@@ -11,8 +11,8 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 from uuid import uuid4
 
 from starlette.requests import ClientDisconnect
@@ -28,7 +28,7 @@ from deployments.placing import Placer
 from deployments.preparation import Preparer
 from deployments.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from deployments.replies import ChatReply, CompletionReply, ReplyFormat, TokenBytes
-from deployments.streaming import DONE, EventStream, event
+from deployments.streaming import DONE, EventStream, event, to_json
 from epd.config import AppConfig
 from epd.errors import (
     AdmissionRejectedError,
@@ -47,6 +47,9 @@ REQUEST_ID_HEADER = "x-request-id"
 CLIENT_CLOSED = 499
 """What a request counts as in the metrics when its client went away (nginx's number)."""
 
+_MARK = uuid4().hex
+"""Stands for a text while what is around it is written."""
+
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -63,19 +66,35 @@ class _Run:
     reply: ReplyFormat
     request_id: str
     count: RequestCount
+    around_text: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """What stands before and after the text in a chunk that brings nothing else, by choice."""
 
-    def chunk(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def event(self, deltas: Sequence[Delta]) -> bytes:
         """Write a chunk; the trace goes on the last one: this one, if no choice is open and no usage follows."""
+        if len(deltas) == 1 and _is_text_only(deltas[0]):
+            return self._text_event(deltas[0])
         chunk = self.reply.chunk(deltas)
         if self.body.epd.trace and not self.exchange.num_open and not self.body.includes_usage:
             chunk["epd"] = self.exchange.trace
-        return chunk
+        return event(chunk)
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def _text_event(self, delta: Delta) -> bytes:
+        """Write the usual event; all but its text is written once."""
+        around = self.around_text.get(delta.choice)
+        if around is None:
+            before, after = to_json(self.reply.chunk([replace(delta, text=_MARK)])).split(to_json(_MARK))
+            around = self.around_text[delta.choice] = (before, after)
+        return f"data: {around[0]}{to_json(delta.text)}{around[1]}\n\n".encode()
+
+    def usage_event(self) -> bytes:
         chunk = self.reply.usage_chunk(self.exchange.usage)
         if self.body.epd.trace:
             chunk["epd"] = self.exchange.trace
-        return chunk
+        return event(chunk)
+
+
+def _is_text_only(delta: Delta) -> bool:
+    return bool(delta.text) and delta.finish_reason is None and not delta.logprobs
 
 
 class OpenAIService:
@@ -205,10 +224,10 @@ class OpenAIService:
                 yield event(chunk)
             deltas: list[Delta] | None = first
             while deltas is not None:
-                yield event(run.chunk(deltas))
+                yield run.event(deltas)
                 deltas = await anext(stream, None)
             if run.body.includes_usage:
-                yield event(run.usage_chunk())
+                yield run.usage_event()
             run.count.end(exchange.mode, 200)
             yield DONE
         except Exception as error:

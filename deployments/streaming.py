@@ -11,10 +11,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 
+# Kept, since ``json.dumps`` with arguments of its own builds an encoder at each call.
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 def event(data: Mapping[str, Any]) -> bytes:
     """Return one event; JSON has no raw newline, so it is one line."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {to_json(data)}\n\n".encode()
 
 
 class EventStream(StreamingResponse):

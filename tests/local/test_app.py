@@ -62,7 +62,8 @@ def test_replicas_get_their_environment_and_keep_the_users(tiny_qwen_dir: Path):
     options = {"runtime_env": {"env_vars": {"MINE": "1", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "0"}}}
     pools = {"all": {"roles": ALL, "ray_actor_options": options}}
     found = deployments_of(build_app(arguments(tiny_qwen_dir, pools=pools)))
-    assert found["all"].ray_actor_options["runtime_env"]["env_vars"] == options["runtime_env"]["env_vars"]
+    environment = found["all"].ray_actor_options["runtime_env"]["env_vars"]
+    assert environment.items() >= options["runtime_env"]["env_vars"].items()
     environment = found["ingress"].ray_actor_options["runtime_env"]["env_vars"]
     assert environment["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] == "1"
 

@@ -5,15 +5,14 @@ of streams no longer answers the calls that would free it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import deployments.pool
-from deployments.messages import Payloads
-from deployments.pool import StagePool, _coalesced
+from deployments.messages import LaneAddress, Payloads
+from deployments.pool import StagePool
 from epd.errors import AdmissionRejectedError, StageFailedError
 from epd.testing import FakeStageWorker
 from epd.types import (
@@ -72,33 +71,26 @@ async def test_a_stream_brings_all_tokens_in_order_and_loads_first_and_last(make
     assert worker.load().num_running == 0
 
 
-async def test_tokens_that_wait_for_the_wire_leave_together_and_the_first_leaves_alone():
+async def test_a_stream_leaves_through_its_callers_channel_while_that_is_open_but_for_its_first_and_last_item(
+    make_pool,
+):
     gate = asyncio.Event()
-
-    async def stream() -> AsyncGenerator[tuple[TokenChunk, ...]]:
-        yield (TokenChunk(0, (1,)),)
-        await gate.wait()
-        for token in range(2, 10):
-            yield (TokenChunk(0, (token,)),)
-
-    out = _coalesced(stream())
-    assert tokens_of(await anext(out)) == [1]
+    pool, _ = make_pool(pause=gate.wait)
+    lane = LaneAddress("channel", 7)
+    stream = pool.decode(request(5), Prompt(), Payloads(), lane)
+    first = await anext(stream)
+    messages = pool.outputs("channel")
+    reading = asyncio.create_task(anext(messages))
+    await asyncio.sleep(0)
     gate.set()
-    await asyncio.sleep(0)  # the wire is busy meanwhile
-    rest = [tokens_of(chunks) async for chunks in out]
-    assert [token for tokens in rest for token in tokens] == list(range(2, 10))
-    assert len(rest) <= 2
-
-
-async def test_an_error_comes_after_the_tokens_before_it():
-    async def stream() -> AsyncGenerator[tuple[TokenChunk, ...]]:
-        yield (TokenChunk(0, (1,)),)
-        raise StageFailedError("decode", "died")
-
-    out = _coalesced(stream())
-    assert tokens_of(await anext(out)) == [1]
-    with pytest.raises(StageFailedError):
-        await anext(out)
+    last = [item async for item in stream]
+    message = await reading
+    assert (first.index, tokens_of(first.chunks)) == (0, [1])
+    assert [(number, index) for number, index, _ in message.items] == [(7, 1), (7, 2), (7, 3), (7, 4)]
+    assert message.load is not None
+    assert [(item.index, item.chunks) for item in last] == [(5, ())]
+    await messages.aclose()
+    await pool.check_integrity()
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
