@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration, Qwen
 
 from encoders import resolve_family
 from epd.config import ModelConfig
-from epd.types import Embedding, ModelFamily, SamplingParams
+from epd.types import Embedding, ModelFamily, Request, SamplingParams
 from tests.in_process import Prompt, make_prompt, prompt_of_tokens, random_image
 from tests.tiny_checkpoints import tiny_qwen2_5_vl
 
@@ -95,6 +95,16 @@ def build_parts(name: str, parts: Sequence[str | Image.Image], *, is_bare: bool 
         token_ids += tokenizer_of(name).encode(part) if is_text else [model_of(name).config.image_token_id]
     images = [part for part in parts if not isinstance(part, str)]
     return prompt_of_tokens(family_of(name), token_ids, images, sampling=params)
+
+
+def num_shared_tokens(first: Request, second: Request) -> int:
+    """Return how many tokens two prompts share from the start on, the same media behind them."""
+    pairs = list(zip(first.prompt_token_ids, second.prompt_token_ids, strict=False))
+    count = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    for one, other in zip(first.items, second.items, strict=False):
+        if one.mm_hash != other.mm_hash:
+            count = min(count, one.placeholder.offset, other.placeholder.offset)
+    return count
 
 
 def embeddings_of(name: str, prompt: Prompt) -> list[Embedding]:

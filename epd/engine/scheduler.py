@@ -153,7 +153,9 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.add_running(sequence)
             if sequence.state.num_cached_tokens is None:
-                sequence.state.num_cached_tokens = min(num_cached_tokens, sequence.request.num_prompt_tokens)
+                # A request that resumes said what it found when it first started; now it may find its own blocks.
+                is_resumed = bool(sequence.request.output_token_ids)
+                sequence.state.num_cached_tokens = 0 if is_resumed else num_cached_tokens
             step.num_cached_tokens += num_cached_tokens
             step.take(sequence, num_tokens)
 

@@ -20,7 +20,7 @@ from epd.config import EngineConfig
 from epd.engine.engine import Engine, PrefillDone
 from epd.engine.model_runner import ModelRunner
 from epd.engine.reservations import Reservation
-from epd.types import Embedding, Request
+from epd.types import Embedding
 from tests.in_process import Prompt, random_image
 from tests.reference import (
     CASES,
@@ -34,6 +34,7 @@ from tests.reference import (
     family_of,
     generated,
     logits_of,
+    num_shared_tokens,
 )
 
 BLOCK_SIZE = 8
@@ -209,24 +210,11 @@ PREFIXES = {
 """What is shared with a prompt that ran before, and how many items (2: everything)."""
 
 
-def shared_tokens(first: Request, second: Request) -> int:
-    """Tokens that two prompts have in common from the start on, the media behind them included."""
-    count = 0
-    for a, b in zip(first.prompt_token_ids, second.prompt_token_ids, strict=False):
-        if a != b:
-            break
-        count += 1
-    for a, b in zip(first.items, second.items, strict=False):
-        if a.mm_hash != b.mm_hash:
-            count = min(count, a.placeholder.offset, b.placeholder.offset)
-    return count
-
-
 def prefix_pair(name: str, shared: str) -> tuple[Prompt, Prompt, int]:
     """Two prompts, and how many tokens of the second one the prefix cache has after the first."""
     first = named(build_parts(name, PREFIXES["the whole prompt"][0]), "first")
     second = named(build_parts(name, PREFIXES[shared][0]), "second")
-    common = shared_tokens(first.request, second.request)
+    common = num_shared_tokens(first.request, second.request)
     # A prompt that is cached whole still computes its last token.
     num_cached = min(common, second.request.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert num_cached > 0
@@ -264,7 +252,7 @@ def test_logits_after_hits_on_prefill_and_decode_replicas_are_those_of_a_cold_st
     run(other, tokens)
     reservation = hand_over(source, target, name, second, tokens)
     assert source.stats.prefix_hit_tokens == num_cached
-    common = shared_tokens(first.request, second.request) // BLOCK_SIZE
+    common = num_shared_tokens(first.request, second.request) // BLOCK_SIZE
     assert reservation.num_cached_blocks == (common if is_target_warm else 0)
     run(target, tokens)
     for prompt in (first, second):
