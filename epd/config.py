@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from epd.errors import ConfigError
 from epd.types import SLO, Mode, Stage
 
 DType = Literal["float32", "bfloat16", "float16"]
+CPU_BLOCK_SIZE = 16
+CUDA_BLOCK_SIZE = 256
+"""FlashAttention 2, which torch ships, reads KV pages of a multiple of this many tokens."""
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -42,20 +46,43 @@ class ModelConfig(_Section):
 class EngineConfig(_Section):
     """Sizes of one engine. ``num_threads`` of ``None`` leaves torch's own choice.
 
-    ``compile``: build native kernels at start (``true``), if there is a compiler (``auto``), or never (``false``).
+    ``block_size`` of ``None`` is what suits the device, see ``kv_block_size``. ``compile``: build native kernels at
+    start (``true``), if there is a compiler (``auto``), or never (``false``); they are kept in ``compile_cache_dir``.
     """
 
-    block_size: PositiveInt = 16
+    block_size: PositiveInt | None = None
     kv_cache_bytes: PositiveInt = 256 * 2**20
     max_num_batched_tokens: PositiveInt = 1024
     max_num_seqs: PositiveInt = 64
     num_threads: PositiveInt | None = None
     enable_prefix_cache: bool = True
-    device: str = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    tensor_parallel_size: PositiveInt = 1
+    cuda_graphs: bool = True
     compile: Literal["auto"] | bool = "auto"
+    compile_cache_dir: str | None = None
     embedding_cache_bytes: PositiveInt = 64 * 2**20
     max_encode_batch_patches: PositiveInt = 16384
     num_preprocess_threads: PositiveInt = 2
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def kv_block_size(self) -> int:
+        """Tokens in a KV block: as configured, or the device's default."""
+        return self.block_size or (CUDA_BLOCK_SIZE if self.is_cuda else CPU_BLOCK_SIZE)
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _is_one_device(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                f"splitting a model over {value} GPUs (tensor parallelism) is not supported yet, a replica computes on "
+                "one device; leave it at 1, and for more throughput raise num_replicas of the pool"
+            )
+        return value
 
     @model_validator(mode="after")
     def _step_fits_the_batch(self) -> Self:
@@ -191,13 +218,37 @@ class AppConfig(_Section):
                 f"router.mode: the pools cannot form {self.router.mode.value}; they can form "
                 f"{', '.join(mode.value for mode in self.modes)}"
             )
-        block_sizes = {self.engine_of(name).block_size for name in self.pools}
-        if len(block_sizes) > 1:
-            raise ValueError(f"engine.block_size must be the same in all pools, got {sorted(block_sizes)}")
+        self._check_blocks()
         return self
 
+    def _check_blocks(self) -> None:
+        engines = [self.engine_of(name) for name in self.pools]
+        block_sizes = {engine.kv_block_size for engine in engines}
+        if len(block_sizes) > 1:
+            raise ValueError(f"engine.block_size must be the same in all pools, got {sorted(block_sizes)}")
+        (block_size,) = block_sizes
+        # In float32, which FlashAttention lacks, torch's own kernels do the work, with any block size.
+        if self._has_cuda_blocks and self.model.dtype != "float32" and block_size % CUDA_BLOCK_SIZE:
+            raise ValueError(
+                f"engine.block_size is {block_size}, but on CUDA attention in {self.model.dtype} reads KV blocks of a "
+                f"multiple of {CUDA_BLOCK_SIZE} tokens: leave it out, or say {CUDA_BLOCK_SIZE}"
+            )
+
+    @property
+    def _has_cuda_blocks(self) -> bool:
+        """Whether some pool keeps KV blocks on a GPU."""
+        holders = [name for name, pool in self.pools.items() if pool.role_set & {Stage.PREFILL, Stage.DECODE}]
+        return any(self._raw_engine_of(name).is_cuda for name in holders)
+
     def engine_of(self, pool: str) -> EngineConfig:
-        """Return the engine section that applies to a pool."""
+        """Return the engine section that applies to a pool, with the block size that all pools agree on."""
+        engine = self._raw_engine_of(pool)
+        if engine.block_size is not None:
+            return engine
+        default = CUDA_BLOCK_SIZE if self._has_cuda_blocks else CPU_BLOCK_SIZE
+        return engine.model_copy(update={"block_size": default})
+
+    def _raw_engine_of(self, pool: str) -> EngineConfig:
         return EngineConfig.model_validate({**self.engine.model_dump(), **self.pools[pool].engine})
 
     @property

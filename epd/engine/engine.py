@@ -21,13 +21,13 @@ from epd.cache.block_pool import BlockPool
 from epd.cache.kv_cache import KVCache
 from epd.cache.prefix_cache import PrefixCache
 from epd.config import EngineConfig
-from epd.engine.model_runner import ModelRunner
-from epd.engine.native import DecodeKernel, load_decode_kernel
+from epd.engine.model_runner import Runner
 from epd.engine.reservations import Reservation, Reservations
-from epd.engine.sampler import SampledToken, SampleRow, sample
+from epd.engine.runners import build_runner
+from epd.engine.sampler import SampledToken, SampleRow, is_plain_greedy, sample
 from epd.engine.scheduler import Scheduler, SchedulerOutput
 from epd.engine.sequence import EngineSequence, RequestState, SequenceStatus
-from epd.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from epd.errors import InvalidRequestError, PromptTooLongError
 from epd.types import Embedding, FinishReason, LanguageModel, Request, RotaryPositions, StageReport, TokenChunk
 
 
@@ -68,7 +68,7 @@ class EngineStats:
 
 
 class Engine:
-    """See the module. Methods are not thread-safe."""
+    """See the module. Methods are not thread-safe. ``runner`` is by default what suits the configured device."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Engine:
         kv_cache: KVCache,
         config: EngineConfig,
         *,
+        runner: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kv_cache = kv_cache
@@ -91,7 +92,7 @@ class Engine:
             max_tokens=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
         )
-        self._runner = ModelRunner(model, kv_cache, config.device, _decode_kernel(kv_cache, config))
+        self._runner = runner or build_runner(model, kv_cache, config)
         self._eos_token_ids = model.eos_token_ids
         self._states: dict[str, RequestState] = {}
         self._arrivals = 0
@@ -235,11 +236,13 @@ class Engine:
             for sequence, count in decision.num_tokens.items()
             if sequence.num_computed_tokens + count == sequence.num_tokens
         ]
-        logits = self._runner.run(decision.num_tokens, complete)
+        rows = [row for index, sequence in enumerate(complete) for row in self._sample_rows(index, sequence)]
+        pending = self._runner.start(decision.num_tokens, complete, all(map(is_plain_greedy, rows)))
         for sequence, count in decision.num_tokens.items():
             self.scheduler.mark_computed(sequence, count)
-        rows = [row for index, sequence in enumerate(complete) for row in self._sample_rows(index, sequence)]
-        output = self._post_process(complete, sample(logits, rows), returned, decision.total_tokens)
+        logits = pending.wait()
+        sampled = sample(logits.values, rows, logits.greedy_ids)
+        output = self._post_process(complete, sampled, returned, decision.total_tokens)
         self.stats.num_steps += 1
         self.stats.step_s += self._clock() - started_s
         return output
@@ -434,13 +437,3 @@ class Engine:
         if not self.num_live_requests and not self._holds:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are still referenced"
             assert self.scheduler.num_reserved_seqs == 0, "idle, but slots are still promised"
-
-
-def _decode_kernel(kv_cache: KVCache, config: EngineConfig) -> DecodeKernel | None:
-    """Choose the decode attention: our kernel where it can be built, else torch's (``None``)."""
-    if config.compile is False or config.device != "cpu":
-        return None
-    kernel = load_decode_kernel(kv_cache.blocks.dtype)
-    if kernel is None and config.compile is True:
-        raise ConfigError("args.engine.compile", "the decode kernel cannot be built here; see the log, or say auto")
-    return kernel

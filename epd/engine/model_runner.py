@@ -1,11 +1,15 @@
 """Turns a scheduler's decision into tensors, runs the model once, and returns the logits of the rows that need them.
 
 Owns the KV tensor's contents; consumes data and decides nothing. Knows nothing of queues, sampling or transfer.
+``ModelRunner`` computes with torch's kernels on any device, and with ours on a CPU; ``epd.engine.cuda`` has the runner
+for GPUs in half precision, and ``epd.engine.runners`` chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,8 +21,58 @@ from epd.engine.sequence import EngineSequence
 from epd.types import LanguageModel
 
 
-class ModelRunner:
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What a step computed for the sequences that asked, on the host.
+
+    ``values`` is float32 ``[num_rows, vocab_size]``, and has no rows where ``greedy_ids``, the most likely token of
+    each row, were all that was wanted. It may be overwritten by the next step.
+    """
+
+    values: torch.Tensor
+    greedy_ids: tuple[int, ...] | None = None
+
+
+class PendingLogits(Protocol):
+    """A step on its way. The device may still write to the step's blocks until ``wait`` returns."""
+
+    def wait(self) -> StepLogits: ...
+
+
+class Runner(Protocol):
     """Runs packed steps of one language model over one KV cache, on one thread."""
+
+    def start(
+        self, num_tokens: Mapping[EngineSequence, int], logit_sequences: Sequence[EngineSequence], is_greedy: bool
+    ) -> PendingLogits:
+        """Start computing the scheduled tokens, and the logits of the last one of each of ``logit_sequences``.
+
+        ``num_tokens`` lists single tokens first. ``is_greedy`` promises that the most likely tokens are all that will
+        be looked at. One step at a time: ``wait`` for it before the next.
+        """
+        ...
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block with all its layers: what a forked sequence does with the last, partly filled block."""
+        ...
+
+    def capture_graphs(self) -> int:
+        """Record the steps that will be replayed, if this runner does that; return how many."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A step that was over when its call returned."""
+
+    logits: StepLogits
+
+    def wait(self) -> StepLogits:
+        return self.logits
+
+
+class ModelRunner:
+    """The runner for CPUs, and for CUDA in float32, where it attends with torch's kernels over gathered blocks."""
 
     def __init__(
         self, model: LanguageModel, kv_cache: KVCache, device: str = "cpu", decode_kernel: DecodeKernel | None = None
@@ -28,13 +82,23 @@ class ModelRunner:
         self.device = device
         self._decode_kernel = decode_kernel
 
+    def start(
+        self, num_tokens: Mapping[EngineSequence, int], logit_sequences: Sequence[EngineSequence], is_greedy: bool
+    ) -> PendingLogits:
+        """See ``Runner``. The step is over when this returns, and its values are there in any case."""
+        return _Computed(StepLogits(self.run(num_tokens, logit_sequences)))
+
+    def capture_graphs(self) -> int:
+        """See ``Runner``. There are none."""
+        return 0
+
     @torch.inference_mode()
     def run(self, num_tokens: Mapping[EngineSequence, int], logit_sequences: Sequence[EngineSequence]) -> torch.Tensor:
         """Compute the scheduled tokens; return float32 logits ``[len(logit_sequences), vocab_size]``, each of the last
         scheduled token of that sequence. ``num_tokens`` lists single tokens first."""
         batch = self._attention_batch(num_tokens)
         hidden = self._embed(num_tokens)
-        positions = torch.from_numpy(_rotary_positions(num_tokens)).to(self.device)
+        positions = torch.from_numpy(rotary_positions(num_tokens)).to(self.device)
         layers = PagedLayers(self.kv_cache, batch, self._decode_kernel)
         hidden = self.model.forward(hidden, positions, layers, layers)
         if not logit_sequences:
@@ -48,16 +112,8 @@ class ModelRunner:
         self.kv_cache.blocks[target].copy_(self.kv_cache.blocks[source])
 
     def _embed(self, num_tokens: Mapping[EngineSequence, int]) -> torch.Tensor:
-        ids: list[int] = []
-        for sequence, count in num_tokens.items():
-            start = sequence.num_computed_tokens
-            ids.extend(sequence.token_ids[start : start + count])
-        hidden = self.model.embed(torch.tensor(ids, dtype=torch.int64, device=self.device))
-        row = 0
-        for sequence, count in num_tokens.items():
-            if sequence.request.items:
-                _put_embeddings(hidden[row : row + count], sequence, sequence.num_computed_tokens)
-            row += count
+        hidden = self.model.embed(torch.from_numpy(scheduled_ids(num_tokens)).to(self.device))
+        put_all_embeddings(hidden, num_tokens)
         return hidden
 
     def _attention_batch(self, num_tokens: Mapping[EngineSequence, int]) -> AttentionBatch:
@@ -95,7 +151,16 @@ class ModelRunner:
         )
 
 
-def _rotary_positions(
+def scheduled_ids(num_tokens: Mapping[EngineSequence, int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Ids of the tokens to compute, ``[total_tokens]``."""
+    ids: list[int] = []
+    for sequence, count in num_tokens.items():
+        start = sequence.num_computed_tokens
+        ids.extend(sequence.token_ids[start : start + count])
+    return np.array(ids, dtype=np.int64)
+
+
+def rotary_positions(
     num_tokens: Mapping[EngineSequence, int],
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Positions ``[3, total_tokens]``: those of the prompt as the family laid them out, then index plus delta."""
@@ -109,6 +174,15 @@ def _rotary_positions(
             after = np.arange(max(start, num_prompt), end, dtype=np.int64) + rotary.delta
             parts.append(np.broadcast_to(after, (3, len(after))))
     return np.concatenate(parts, axis=1)
+
+
+def put_all_embeddings(hidden: torch.Tensor, num_tokens: Mapping[EngineSequence, int]) -> None:
+    """Overwrite the placeholder rows of a step's hidden states ``[total_tokens, hidden_size]``."""
+    row = 0
+    for sequence, count in num_tokens.items():
+        if sequence.request.items:
+            _put_embeddings(hidden[row : row + count], sequence, sequence.num_computed_tokens)
+        row += count
 
 
 def _put_embeddings(hidden: torch.Tensor, sequence: EngineSequence, start: int) -> None:

@@ -54,16 +54,22 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    """Draw one token for each row. ``logits`` is float32 ``[num_logit_rows, vocab_size]`` and is not changed."""
-    greedy_ids = logits.argmax(dim=-1).tolist() if any(_is_plain_greedy(row) for row in rows) else []
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleRow], greedy_ids: Sequence[int] | None = None
+) -> list[SampledToken]:
+    """Draw one token for each row. ``logits`` is float32 ``[num_logit_rows, vocab_size]`` and is not changed.
+
+    ``greedy_ids``, the most likely token of each row of the logits, spares looking for it where it is known.
+    """
+    if greedy_ids is None:
+        greedy_ids = logits.argmax(dim=-1).tolist() if any(map(is_plain_greedy, rows)) else []
     return [
-        SampledToken(greedy_ids[row.row]) if _is_plain_greedy(row) else _sample_row(logits[row.row], row)
-        for row in rows
+        SampledToken(greedy_ids[row.row]) if is_plain_greedy(row) else _sample_row(logits[row.row], row) for row in rows
     ]
 
 
-def _is_plain_greedy(row: SampleRow) -> bool:
+def is_plain_greedy(row: SampleRow) -> bool:
+    """Whether a row gets the most likely token, whatever the other numbers are."""
     params = row.params
     return (
         params.is_greedy

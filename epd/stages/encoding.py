@@ -97,6 +97,12 @@ class EncodeService:
         """Items in the batch that the encoder is at."""
         return self._num_running
 
+    async def warm_up(self, item: MediaItem, frames: Sequence[Image.Image]) -> None:
+        """Encode an item for nothing, on the threads that will encode: neither cached nor counted."""
+        loop = asyncio.get_running_loop()
+        patches = await loop.run_in_executor(self._preprocess_threads, self._encoder.preprocess, item, frames)
+        await loop.run_in_executor(self._encode_thread, self._encoder.encode, [item], [patches])
+
     async def obtain(self, item: MediaItem, payload: bytes) -> tuple[Embedding, StageReport]:
         """Return the item's embedding, with a reference in ``cache`` that the caller releases.
 

@@ -18,9 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from epd.cache.embedding_cache import EmbeddingCache, HeldEmbeddings
-from epd.cache.kv_cache import allocate_kv_cache
 from epd.config import EngineConfig, MediaConfig, ModelConfig, TransferConfig
-from epd.engine.engine import Engine, PrefillDone
+from epd.engine.engine import PrefillDone
 from epd.engine.engine_thread import EngineThread, RequestStream
 from epd.engine.reservations import Reservation
 from epd.errors import (
@@ -32,6 +31,7 @@ from epd.errors import (
 from epd.media.decode import decode_image, decode_video
 from epd.stages.data_plane import DataPlane
 from epd.stages.encoding import EncodeService
+from epd.stages.startup import LoadedEngine, load_encoder, load_engine, prepare, warm_up_encoder, warm_up_engine
 from epd.stages.stats import Counters, WorkerStats
 from epd.stages.tasks import all_or_first_error
 from epd.transfer.base import PeerClient
@@ -89,11 +89,12 @@ class StageWorker:
         self._family = family
         self._transfer = transfer
         self._counters = Counters()
+        prepare(engine)
         self._embeddings = EmbeddingCache(engine.embedding_cache_bytes)
         self._encoding: EncodeService | None = None
         if Stage.ENCODE in roles:
             self._encoding = EncodeService(
-                family.load_encoder(dtype=model.dtype, device=engine.device),
+                load_encoder(replica_id, family, model.dtype, engine),
                 self._embeddings,
                 lambda item, payload: _decode_media(item, payload, media),
                 max_batch_patches=engine.max_encode_batch_patches,
@@ -102,21 +103,15 @@ class StageWorker:
                 decode_timeout_s=media.decode_timeout_s,
             )
         kv_cache = None
+        self._loaded: LoadedEngine | None = None
         self.engine_thread: EngineThread | None = None
-        self._block_size = engine.block_size
+        self._block_size = engine.kv_block_size
         self._num_blocks = 0
         if roles & {Stage.PREFILL, Stage.DECODE}:
-            language_model = family.load_language_model(dtype=model.dtype, device=engine.device)
-            spec = language_model.kv_spec
-            kv_cache = allocate_kv_cache(
-                spec,
-                block_size=engine.block_size,
-                num_blocks=max(1, engine.kv_cache_bytes // (engine.block_size * spec.bytes_per_token)),
-                model_fingerprint=family.fingerprint,
-                device=engine.device,
-            )
+            self._loaded = load_engine(replica_id, family, model.dtype, engine)
+            kv_cache = self._loaded.kv_cache
             self._num_blocks = kv_cache.num_blocks
-            self.engine_thread = EngineThread(Engine(language_model, kv_cache, engine), num_threads=engine.num_threads)
+            self.engine_thread = EngineThread(self._loaded.engine, num_threads=engine.num_threads)
         connectors = build_connectors(
             backend,
             owner=replica_id,
@@ -128,14 +123,19 @@ class StageWorker:
             lease_s=transfer.lease_s,
             peers=peers,
             clock=clock,
+            device=engine.device,
         )
         self.data = DataPlane(connectors, peers, transfer.lease_s)
 
     # -- life of the replica -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        if self.engine_thread is not None:
+        """Start the threads, and run everything once on the thread that will run it: when this returns, it is warm."""
+        if self.engine_thread is not None and self._loaded is not None:
             self.engine_thread.start()
+            await warm_up_engine(self.replica_id, self.engine_thread, self._loaded)
+        if self._encoding is not None:
+            await warm_up_encoder(self.replica_id, self._encoding, self._family)
         self.data.start()
 
     async def close(self) -> None:
@@ -411,7 +411,7 @@ class StageWorker:
 
     def read(self, handle_id: str, first: int, count: int) -> torch.Tensor:
         """Return a copy of lent memory; see ``PeerClient.read``. Thread-safe."""
-        return self.data.read(handle_id, first, count)
+        return self.data.read(handle_id, first, count).cpu()  # what carries it may know nothing of devices
 
     # -- what it says of itself ----------------------------------------------------------------------------------------
 

@@ -47,6 +47,18 @@ def test_the_smallest_configuration_is_one_pool():
         ),
         ({"pools": POOLS, "transfer": {"backend": "carrier-pigeon"}}, "args.transfer.backend", "nixl"),
         ({"pools": POOLS, "model": {"dtype": "int3"}}, "args.model.dtype", "float32"),
+        ({"pools": POOLS, "engine": {"device": "tpu"}}, "args.engine.device", "cpu|cuda"),
+        ({"pools": POOLS, "engine": {"tensor_parallel_size": 2}}, "args.engine.tensor_parallel_size", "num_replicas"),
+        ({"pools": {**POOLS, "x": {"roles": ["decode"], "engine": {"tensor_parallel_size": 4}}}}, "args", "4 GPUs"),
+        (
+            {
+                "pools": POOLS,
+                "model": {"dtype": "bfloat16"},
+                "engine": {"device": "cuda", "block_size": 16},
+            },
+            "args",
+            "engine.block_size is 16",
+        ),
     ],
 )
 def test_a_bad_value_is_named_by_its_path(args, path, words):
@@ -75,5 +87,27 @@ def test_modes_follow_from_the_roles_of_the_pools(pools, modes):
 def test_a_pool_may_override_single_engine_fields():
     config = parse_config({"pools": {**POOLS, "x": {"roles": ["decode"], "engine": {"max_num_seqs": 3}}}})
     assert config.engine_of("x").max_num_seqs == 3
-    assert config.engine_of("x").block_size == config.engine.block_size
+    assert config.engine_of("x").block_size == config.engine_of("decode").block_size == 16
     assert config.engine_of("encode").max_num_seqs == config.engine.max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("engines", "block_size"),
+    [
+        ({}, 16),
+        ({"decode": "cuda"}, 256),
+        ({"prefill": "cuda:1", "decode": "cuda"}, 256),
+        ({"encode": "cuda"}, 16),
+    ],
+)
+def test_without_a_block_size_all_pools_get_the_one_that_suits_the_devices_with_kv_blocks(engines, block_size):
+    pools = {name: {**pool, "engine": {"device": engines.get(name, "cpu")}} for name, pool in POOLS.items()}
+    config = parse_config({"pools": pools, "model": {"dtype": "bfloat16"}})
+    assert {config.engine_of(name).block_size for name in POOLS} == {block_size}
+
+
+def test_any_block_size_goes_on_cuda_in_float32_and_a_multiple_of_256_in_half_precision():
+    small = {"pools": POOLS, "engine": {"device": "cuda", "block_size": 16}}
+    assert parse_config(small).engine_of("decode").kv_block_size == 16
+    large = {"pools": POOLS, "model": {"dtype": "float16"}, "engine": {"device": "cuda", "block_size": 512}}
+    assert parse_config(large).engine_of("decode").kv_block_size == 512
