@@ -5,6 +5,9 @@ Serve reads them once, when a process imports it; so those of a cluster must be 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 _SERVE = {
     # What runs on the loops here is short, so one loop does it all: threads of their own for user code and for outgoing
     # calls cost each token several switches between threads.
@@ -27,3 +30,8 @@ CLUSTER = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",
 }
 """For the cluster itself, whose proxies have them from the processes that start it: set by ``epd serve``."""
+
+
+def hides_connections(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Serve runs HAProxy, which relays every connection from this machine, whoever made it."""
+    return environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from deployments.auth import load_api_keys
 from deployments.client import PayloadStore, RayStageClient, ReplicaHandle
 from deployments.cluster_view import ClusterView
+from deployments.environment import hides_connections
 from deployments.errors import HttpError
 from deployments.messages import INGRESS, ReplicaAddress
 from deployments.metrics import IngressMetrics, ReplicaSnapshot, render
@@ -48,6 +49,16 @@ def _http_exception(request: Request, error: Exception) -> JSONResponse:
     detail = getattr(error, "detail", "error")
     reply = HttpError(status, f"{request.method} {request.url.path}: {detail}", "invalid_request_error")
     return JSONResponse(reply.body, status_code=reply.status, headers=getattr(error, "headers", None))
+
+
+def as_arrived(request: Request) -> Request:
+    """Forget at which address a request arrived if that says nothing of where it came from.
+
+    Without API keys, requests are answered that can only come from this machine, and through HAProxy all seem to.
+    """
+    if hides_connections():
+        request.scope["server"] = None
+    return request
 
 
 app = FastAPI(title="ray-epd", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -78,15 +89,15 @@ class Ingress:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
-        return await self._service.chat(request)
+        return await self._service.chat(as_arrived(request))
 
     @app.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        return await self._service.completions(request)
+        return await self._service.completions(as_arrived(request))
 
     @app.get("/v1/models")
     async def models(self, request: Request) -> Response:
-        return await self._service.models(request)
+        return await self._service.models(as_arrived(request))
 
     @app.get("/health")
     async def health(self) -> Response:

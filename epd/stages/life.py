@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from epd.errors import (
     DeadlineExceededError,
@@ -36,6 +37,7 @@ from epd.types import (
     TokenChunk,
 )
 
+T = TypeVar("T")
 ClientOf = Callable[[str], StageClient]
 Place = Callable[[Request, frozenset[str]], Placement]
 _RELEASE_TIMEOUT_S = 5.0
@@ -237,16 +239,52 @@ async def _until_deadline(
 ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
     """Pass a stream on, and end it with ``DeadlineExceededError`` when the deadline passes between two items."""
     async with contextlib.aclosing(stream) as items:
-        while True:
-            timeout_s = None if request.deadline_s is None else max(0.0, request.deadline_s - time.time())
-            try:
-                async with asyncio.timeout(timeout_s):
-                    chunks = await anext(items)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise DeadlineExceededError("the request's deadline passed before it finished") from None
-            yield chunks
+        if request.deadline_s is None:
+            async for chunks in items:
+                yield chunks
+            return
+        with _Alarm(request.deadline_s) as alarm:
+            while (next_chunks := await alarm.next_of(items)) is not None:
+                yield next_chunks
+
+
+class _Alarm:
+    """Interrupts what a task waits for when a moment comes. One timer serves a whole stream, whereas
+    ``asyncio.timeout`` would set one for each of its tokens."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._has_rung = False
+        self._waiting: asyncio.Task[object] | None = None
+
+    def __enter__(self) -> _Alarm:
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, self._deadline_s - time.time()), self._ring)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        self._has_rung = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def next_of(self, items: AsyncGenerator[T]) -> T | None:
+        """Return the next item, or ``None`` at the end. Raises ``DeadlineExceededError`` when the alarm rings first."""
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancellations = task.cancelling()
+        try:
+            if not self._has_rung:
+                self._waiting = task
+                return await anext(items, None)
+        except asyncio.CancelledError:
+            # Another's cancellation at the same moment goes before ours.
+            if not self._has_rung or task.uncancel() > num_cancellations:
+                raise
+        finally:
+            self._waiting = None
+        raise DeadlineExceededError("the request's deadline passed before it finished")
 
 
 def _as_stage_failure(failure: _LegFailed) -> EpdError:

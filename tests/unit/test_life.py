@@ -23,7 +23,7 @@ from epd.errors import (
 )
 from epd.stages.life import generate
 from epd.testing import UNDECODABLE, FakeStageWorker, echo_tokens
-from epd.types import MediaItem, Modality, Mode, PlaceholderRange, Placement, Request, SamplingParams, Stage
+from epd.types import MediaItem, Modality, Mode, PlaceholderRange, Placement, Request, SamplingParams, Stage, TokenChunk
 
 MODES = {
     Mode.AGGREGATED: ("x", "x", "x"),
@@ -228,6 +228,62 @@ async def test_a_request_past_its_deadline_ends_at_once(replicas):
     request = replace(image_request(), deadline_s=time.time() - 1)
     with pytest.raises(DeadlineExceededError):
         await replicas.run(request, PAYLOADS, Mode.EPD)
+
+
+class Stuck:
+    """A replica that never says a word after its first token; notes how its stream was left."""
+
+    def __init__(self) -> None:
+        self.waits = asyncio.Event()
+        self.was_left = False
+
+    async def decode(self, request, source, payloads):
+        try:
+            yield (TokenChunk(0, (1,)),)
+            self.waits.set()
+            await asyncio.Event().wait()
+        finally:
+            self.was_left = True
+
+
+def stuck_stream(stuck: Stuck, deadline_s: float):
+    request = Request("r", (1, 2), SamplingParams(max_tokens=9), deadline_s=deadline_s)
+    return generate(request, {}, lambda *_: Placement(Mode.AGGREGATED, "r", "r"), lambda _: stuck)
+
+
+async def test_a_deadline_that_passes_between_two_tokens_ends_the_request():
+    stuck = Stuck()
+    stream = stuck_stream(stuck, time.time() + 0.05)
+    await anext(stream)
+    with pytest.raises(DeadlineExceededError):
+        await anext(stream)
+    assert stuck.was_left
+    assert not asyncio.current_task().cancelling()
+
+
+async def test_a_deadline_that_passes_while_the_reader_is_busy_interrupts_the_reader_not():
+    stuck = Stuck()
+    stream = stuck_stream(stuck, time.time() + 0.01)
+    await anext(stream)
+    rung = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.02, rung.set)
+    await rung.wait()
+    with pytest.raises(DeadlineExceededError):
+        await anext(stream)
+    assert not stuck.waits.is_set()
+    assert stuck.was_left
+
+
+async def test_a_request_that_is_cancelled_before_its_deadline_is_cancelled():
+    stuck = Stuck()
+    stream = stuck_stream(stuck, time.time() + 600)
+    await anext(stream)
+    reading = asyncio.create_task(anext(stream))
+    await stuck.waits.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert stuck.was_left
 
 
 @pytest.mark.parametrize("mode", MODES)
