@@ -14,7 +14,8 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -128,6 +129,8 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._streams: dict[str, RequestStream] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._ended: StageFailedError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.load = EngineLoad(num_free_blocks=engine.pool.num_free)
 
@@ -135,13 +138,12 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after the step that runs. Streams that are still open fail."""
+    async def close(self) -> None:
+        """End the thread after the step that runs. Streams that are still open fail, and so do calls."""
         self._commands.put(None)
         if self._thread.is_alive():
-            self._thread.join()
-        for stream in list(self._streams.values()):
-            stream.fail(StageFailedError("engine", "the replica is shutting down"))
+            await asyncio.to_thread(self._thread.join)
+        self._end(StageFailedError("engine", "the replica is shutting down"))
 
     @property
     def stats(self) -> EngineStats:
@@ -155,7 +157,12 @@ class EngineThread:
     # -- from the event loop ------------------------------------------------------------------------------------------
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run a function on the engine between two steps and return its result."""
+        """Run a function on the engine between two steps and return its result.
+
+        Raises what the function raises, and ``StageFailedError`` if the engine ends first.
+        """
+        if self._ended is not None:
+            raise self._ended
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -167,6 +174,8 @@ class EngineThread:
             else:
                 loop.call_soon_threadsafe(_set_result, future, result)
 
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
         self._commands.put(run)
         return await future
 
@@ -179,6 +188,8 @@ class EngineThread:
         """Open the output of a request before adding it; on leaving, abort whatever is left of the request."""
         if request_id in self._streams:
             raise StageFailedError("engine", f"request {request_id} is already running on this replica")
+        if self._ended is not None:
+            raise self._ended
         stream = RequestStream(request_id)
         self._streams[request_id] = stream
         try:
@@ -193,6 +204,15 @@ class EngineThread:
     # -- on the engine's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        except Exception as error:
+            # Whoever waits for this engine must hear of it now: a health check takes its time to find a dead thread.
+            _LOG.exception("the engine stopped")
+            ended = StageFailedError("engine", f"the engine stopped ({type(error).__name__})")
+            self._on_loop(lambda: self._end(ended))
+
+    def _run_steps(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         is_stalled = True
@@ -201,8 +221,8 @@ class EngineThread:
             self.load = self._measure_load()
             # Nothing ran: what waits needs an embedding or blocks, and both arrive as a command.
             is_stalled = output is None or (output.num_tokens == 0 and not output.returned)
-            if output is not None and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._deliver, output)
+            if output is not None:
+                self._on_loop(partial(self._deliver, output))
             self._engine.serve_reservations()
 
     def _drain_commands(self, *, block: bool) -> bool:
@@ -234,8 +254,11 @@ class EngineThread:
         request_ids = self._engine.live_request_ids
         for request_id in request_ids:
             self._engine.abort(request_id)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail_streams, request_ids, error)
+        self._on_loop(partial(self._fail_streams, request_ids, error))
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None, "the thread is started from the loop"
+        self._loop.call_soon_threadsafe(function)
 
     def _measure_load(self) -> EngineLoad:
         scheduler = self._engine.scheduler
@@ -268,6 +291,13 @@ class EngineThread:
                 stream.set_prefill_done(done)
             elif (hold_id := done.hold_id) is not None:
                 self.post(lambda engine, hold_id=hold_id: engine.release_hold(hold_id))  # type: ignore[misc]
+
+    def _end(self, error: StageFailedError) -> None:
+        """Fail all that waits for the engine, now and from now on."""
+        self._ended = self._ended or error
+        self._fail_streams(list(self._streams), self._ended)
+        for future in list(self._calls):
+            _set_exception(future, self._ended)
 
     def _fail_streams(self, request_ids: Iterable[str], error: EpdError) -> None:
         for request_id in request_ids:

@@ -144,7 +144,7 @@ class StageWorker:
             await self._encoding.close()
         await self.data.close()
         if self.engine_thread is not None:
-            await asyncio.to_thread(self.engine_thread.close)
+            await self.engine_thread.close()
 
     @property
     def is_healthy(self) -> bool:

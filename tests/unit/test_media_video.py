@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
@@ -49,6 +50,25 @@ def clip(
     keyframe_every: int = 12,
 ) -> bytes:
     """Frame ``i`` is grey of level ``10 i``, with a white left edge. ``times`` are in ticks of ``1 / fps``."""
+    # In a thread of its own: run as root, SVT-AV1's encoder puts the thread that opens it under real-time scheduling,
+    # for good, and so every thread that this one starts later. Two that spin for one lock then starve each other.
+    with ThreadPoolExecutor(1) as thread:
+        encoding = thread.submit(
+            _encode, container_format, codec, num_frames, fps, size, times, rotation, keyframe_every
+        )
+        return encoding.result()
+
+
+def _encode(
+    container_format: str,
+    codec: str,
+    num_frames: int,
+    fps: int,
+    size: tuple[int, int],
+    times: Sequence[int] | None,
+    rotation: int,
+    keyframe_every: int,
+) -> bytes:
     buffer = io.BytesIO()
     width, height = size
     with av.open(buffer, "w", format=container_format) as container:

@@ -107,7 +107,7 @@ async def test_an_undecodable_image_fails_its_request_alone_and_names_the_part(m
         assert tuple(tokens[0]) == expected_tokens("tiny", "one image")
 
 
-@pytest.mark.parametrize("case", ["text only", IMAGES])
+@pytest.mark.parametrize("case", ["no image", IMAGES])
 @pytest.mark.parametrize("mode", [Mode.EP_D, Mode.EPD])
 async def test_lost_kv_is_computed_again_with_the_same_tokens(mode, case):
     """The owner gives the blocks up before they are fetched, once; the stream shows nothing of it."""
@@ -129,7 +129,7 @@ async def test_lost_kv_is_computed_again_with_the_same_tokens(mode, case):
 
 async def test_lost_kv_is_an_error_when_the_policy_says_fail():
     async with cluster_of(transfer=TransferConfig(on_failure="fail")) as cluster:
-        prompt = build("tiny", "text only")
+        prompt = build("tiny", "no image")
 
         async def expired(handle, into, first_block=0):
             raise HandleExpiredError("the lease ran out")
@@ -143,7 +143,7 @@ async def test_lost_kv_is_an_error_when_the_policy_says_fail():
 async def test_a_prefill_replica_that_dies_before_its_kv_is_fetched_costs_a_text_prompt_only_time(backend):
     async with cluster_of(backend=backend) as cluster:
         gate = Gate(cluster, "d")
-        prompt = build("tiny", "text only")
+        prompt = build("tiny", "no image")
         task = asyncio.create_task(cluster.run(prompt.request, prompt.payloads, Mode.EP_D))
         await until(lambda: cluster.workers["p"].load().num_live_handles == 1)
         dead = cluster.workers.pop("p")
@@ -151,12 +151,12 @@ async def test_a_prefill_replica_that_dies_before_its_kv_is_fetched_costs_a_text
         await dead.close()
         gate.open()
         tokens, _ = await task
-        assert tuple(tokens[0]) == expected_tokens("tiny", "text only")
+        assert tuple(tokens[0]) == expected_tokens("tiny", "no image")
 
 
 async def test_claims_of_a_dead_holder_end_with_their_lease():
     async with cluster_of(transfer=TransferConfig(lease_s=0.4)) as cluster:
-        prompt, worker = build("tiny", "text only"), cluster.workers["p"]
+        prompt, worker = build("tiny", "no image"), cluster.workers["p"]
         prefilled = await worker.prefill(prompt.request, Prompt(), {})
         assert prefilled.kv is not None
         assert worker.load().num_live_handles == 1
@@ -166,14 +166,14 @@ async def test_claims_of_a_dead_holder_end_with_their_lease():
 async def test_a_waiting_decode_keeps_the_lease_alive_longer_than_it_lasts():
     async with cluster_of(transfer=TransferConfig(lease_s=0.4)) as cluster:
         gate = Gate(cluster, "d")
-        prompt = build("tiny", "text only")
+        prompt = build("tiny", "no image")
         task = asyncio.create_task(cluster.run(prompt.request, prompt.payloads, Mode.EP_D))
         await until(lambda: cluster.workers["d"].stats().running_requests[Stage.DECODE])
         await asyncio.sleep(1.2)  # three leases: the subject of this test is real time
         assert cluster.workers["p"].load().num_live_handles == 1
         gate.open()
         tokens, _ = await task
-        assert tuple(tokens[0]) == expected_tokens("tiny", "text only")
+        assert tuple(tokens[0]) == expected_tokens("tiny", "no image")
         assert cluster.workers["d"].stats().transfer_failures["kv"] == 0
 
 
@@ -192,9 +192,34 @@ async def test_a_step_that_raises_fails_its_requests_and_the_replica_goes_on():
 
         await engine.call(poison)
         with pytest.raises(EpdError, match="a step failed"):
-            await cluster.workers["all"].decode(*_prompt_of("text only")).__anext__()
-        tokens, _ = await start(cluster, Mode.AGGREGATED, "text only", max_tokens=12)
-        assert tuple(tokens[0]) == expected_tokens("tiny", "text only")
+            await cluster.workers["all"].decode(*_prompt_of("no image")).__anext__()
+        tokens, _ = await start(cluster, Mode.AGGREGATED, "no image", max_tokens=12)
+        assert tuple(tokens[0]) == expected_tokens("tiny", "no image")
+
+
+async def test_an_engine_that_stops_fails_what_waits_for_it_and_what_comes_later():
+    async with in_process_cluster(tiny_qwen2_5_vl()) as cluster:  # no books to check once it has stopped
+        worker = cluster.workers["all"]
+
+        def poison(running):
+            def fail():
+                raise RuntimeError("the books do not balance")
+
+            running.serve_reservations = fail
+
+        streams = [worker.decode(*_prompt_of("no image")) for _ in range(3)]
+        firsts = [asyncio.ensure_future(stream.__anext__()) for stream in streams]
+        await worker.engine_thread.call(poison)
+        for outcome in await asyncio.gather(*firsts, return_exceptions=True):
+            # One may have had its first token before the engine stopped.
+            assert isinstance(outcome, tuple) or "the engine stopped (RuntimeError)" in str(outcome)
+        await until(lambda: not worker.is_healthy)
+        with pytest.raises(EpdError, match="the engine stopped"):
+            await worker.decode(*_prompt_of("no image")).__anext__()
+        with pytest.raises(EpdError, match="the engine stopped"):
+            await worker.engine_thread.call(lambda running: None)
+        for stream in streams:
+            await stream.aclose()
 
 
 def _prompt_of(case: str):
@@ -207,7 +232,7 @@ async def test_a_replica_refuses_a_stage_outside_its_roles():
         with pytest.raises(StageFailedError, match="does not have the role"):
             await cluster.workers["d"].encode(*_prompt_of(IMAGES)[::2])
         with pytest.raises(StageFailedError, match="does not have the role"):
-            await cluster.workers["e"].prefill(*_prompt_of("text only"))
+            await cluster.workers["e"].prefill(*_prompt_of("no image"))
 
 
 async def test_a_repeated_image_is_encoded_once():
@@ -235,4 +260,4 @@ async def test_a_prompt_that_never_fits_is_refused_before_prefill():
     small = EngineConfig(kv_cache_bytes=20_000, num_threads=1)
     async with cluster_of(engine=small) as cluster:
         with pytest.raises(EpdError, match="KV blocks"):
-            await start(cluster, Mode.AGGREGATED, "text only", max_tokens=4000)
+            await start(cluster, Mode.AGGREGATED, "no image", max_tokens=4000)
