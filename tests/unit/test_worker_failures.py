@@ -207,7 +207,8 @@ async def test_an_engine_that_stops_fails_what_waits_for_it_and_what_comes_later
 
             running.serve_reservations = fail
 
-        streams = [worker.decode(*_prompt_of("no image")) for _ in range(3)]
+        request, *rest = _prompt_of("no image")
+        streams = [worker.decode(replace(request, request_id=f"waits-{index}"), *rest) for index in range(3)]
         firsts = [asyncio.ensure_future(stream.__anext__()) for stream in streams]
         await worker.engine_thread.call(poison)
         for outcome in await asyncio.gather(*firsts, return_exceptions=True):
