@@ -189,7 +189,8 @@ class StagePoolReplica(StagePool):
     """What Serve runs. It awaits ``__del__`` when it stops a replica; elsewhere that would be no destructor."""
 
     async def __del__(self) -> None:
-        await self.close()
+        if hasattr(self, "_worker"):  # else the constructor failed, and has said why
+            await self.close()
 
 
 class _Loads:

@@ -136,6 +136,25 @@ async def test_choices_end_one_by_one_and_nothing_is_shown_of_one_that_was_stopp
     assert replica.was_read_to_the_end  # the replica had ended both by itself
 
 
+async def test_tokens_of_one_choice_that_come_together_are_one_gain(tokenizer: TextTokenizer):
+    """Clients look at the first entry of an event only."""
+    one, two = tuple(tokenizer.encode("one two")), tuple(tokenizer.encode(" three"))
+    entries = tuple(TokenLogprob(token_id, -1.0) for token_id in one + two)
+    replica = Scripted(
+        (
+            TokenChunk(0, one, None, entries[: len(one)]),
+            TokenChunk(1, two),
+            TokenChunk(0, two, LENGTH, entries[len(one) :]),
+            TokenChunk(1, one, LENGTH),
+        )
+    )
+    found = await run(generation(tokenizer, n=2), replica)
+    assert [delta.text for delta in found[0]] == ["one two three"]
+    assert found[0][0].logprobs == entries
+    assert [delta.text for delta in found[1]] == [" threeone two"]
+    assert [found[choice][0].finish_reason for choice in (0, 1)] == [LENGTH, LENGTH]
+
+
 @pytest.mark.parametrize("stop", [(), ("one",)])
 async def test_a_run_that_ends_by_itself_is_read_to_its_end_and_a_stopped_one_is_cut_off(
     tokenizer: TextTokenizer, stop: tuple[str, ...]
