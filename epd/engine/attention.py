@@ -1,8 +1,9 @@
 """Paged attention: what a step's batch looks like, writing K and V to their slots, and attending over block tables.
 
 Registered with transformers' ``AttentionInterface``, so decoder layers run unchanged: a layer hands its new keys and
-values to ``PagedLayers.update`` (its "cache") and then calls ``paged_attention`` with the keyword ``paged``. Knows
-nothing of requests or sampling.
+values to ``PagedLayers.update`` (its "cache") and then calls ``paged_attention`` with the keyword ``paged``. Layers
+that run as one kernel (``epd.engine.fused``) take ``PagedLayers.native_step`` instead. Knows nothing of requests or
+sampling.
 
 A step is a packed batch of sequences, each with a number of new tokens: one for a decode, many for a prefill chunk.
 Decodes come first and are attended together; chunks follow, one by one. Paging after vLLM's PagedAttention (Kwon et
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from epd.cache.kv_cache import KVCache
-from epd.engine.native import DecodeKernel
+from epd.engine.native import Kernels, NativeStep
 
 ATTENTION = "epd_paged"
 """Name of the attention implementation in transformers' registry."""
@@ -55,13 +56,28 @@ class AttentionBatch:
 
 
 class PagedLayers:
-    """The KV cache of one step as decoder layers see it: it takes K and V, and attends."""
+    """The KV cache of one step as decoder layers see it: it takes K and V, and attends.
 
-    def __init__(self, kv_cache: KVCache, batch: AttentionBatch, decode_kernel: DecodeKernel | None = None) -> None:
+    ``kernels`` are ours for the CPU; without them torch's are used, on any device.
+    """
+
+    def __init__(self, kv_cache: KVCache, batch: AttentionBatch, kernels: Kernels | None = None) -> None:
         self._kv_cache = kv_cache
         self._batch = batch
-        self._decode_kernel = decode_kernel
+        can_attend = kernels is not None and kernels.can_attend(kv_cache.spec.head_dim)
+        self._kernels = kernels if can_attend else None
+        self._step: NativeStep | None = None
         self._decode_mask: torch.Tensor | None = None
+        self._chunk_masks: dict[int, torch.Tensor] = {}
+
+    def native_step(self) -> NativeStep | None:
+        """The step for kernels that do all of a layer, cache and attention included; ``None`` where there are none."""
+        if self._step is None and self._kernels is not None:
+            batch = self._batch
+            slots, decodes = (batch.slot_blocks, batch.slot_offsets), (batch.decode_tables, batch.decode_lens)
+            chunks = [(c.first_row, c.num_tokens, c.context_len, c.block_table) for c in batch.chunks]
+            self._step = self._kernels.plan_step(self._kv_cache, slots, decodes, chunks)
+        return self._step
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -76,15 +92,15 @@ class PagedLayers:
     def attend(self, layer_idx: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return ``[num_tokens, num_heads, head_dim]`` for a query ``[num_heads, num_tokens, head_dim]``."""
         batch = self._batch
+        step = self.native_step()
+        if step is not None:
+            rows = query.transpose(0, 1).contiguous()
+            return step.kernels.attend(rows, step, layer_idx, self._kv_cache.spec.num_kv_heads, scaling)
         layer = self._kv_cache.blocks[:, layer_idx]
         parts = []
         if batch.num_decodes:
             decodes = query[:, : batch.num_decodes].transpose(0, 1).contiguous()
-            if self._decode_kernel is not None:
-                tables, lens = batch.decode_tables, batch.decode_lens
-                parts.append(self._decode_kernel(decodes, self._kv_cache, layer_idx, tables, lens, scaling))
-            else:
-                parts.append(self._attend_decodes(layer, decodes, scaling))
+            parts.append(self._attend_decodes(layer, decodes, scaling))
         parts.extend(self._attend_chunk(layer, query, chunk, scaling) for chunk in batch.chunks)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -122,10 +138,11 @@ class PagedLayers:
         if num_computed == 0:
             out = F.scaled_dot_product_attention(rows, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         else:
-            mask = torch.ones(chunk.num_tokens, chunk.context_len, dtype=torch.bool, device=query.device)
-            out = F.scaled_dot_product_attention(
-                rows, key, value, attn_mask=mask.tril_(num_computed), scale=scaling, enable_gqa=True
-            )
+            mask = self._chunk_masks.get(chunk.first_row)
+            if mask is None:
+                mask = torch.ones(chunk.num_tokens, chunk.context_len, dtype=torch.bool, device=query.device)
+                self._chunk_masks[chunk.first_row] = mask.tril_(num_computed)
+            out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
         return out[0].transpose(0, 1)
 
 

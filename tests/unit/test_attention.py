@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from epd.cache.kv_cache import KVCache, allocate_kv_cache
 from epd.engine import native
 from epd.engine.attention import AttentionBatch, PagedLayers, PrefillChunk, build_decode_tables
+from epd.engine.native import build
 from epd.types import KVSpec
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -19,10 +20,10 @@ needs_compiler = pytest.mark.skipif(not native.has_compiler(), reason="no C++ co
 KERNELS = ["torch", pytest.param("native", marks=needs_compiler)]
 
 
-def kernel_of(name: str, dtype: torch.dtype) -> native.DecodeKernel | None:
+def kernel_of(name: str, dtype: torch.dtype) -> native.Kernels | None:
     if name == "torch":
         return None
-    kernel = native.load_decode_kernel(dtype)
+    kernel = native.load_kernels(dtype)
     assert kernel is not None
     return kernel
 
@@ -101,32 +102,67 @@ def test_a_mixed_step_writes_and_attends_each_sequence_in_its_own_blocks(kernel,
 
 
 @needs_compiler
-def test_the_kernel_gives_the_same_bits_on_two_threads():
-    cache = make_cache(torch.float32, num_kv_heads=2, head_dim=64, block_size=16)
-    query = torch.randn(5, 12, 64, generator=torch.Generator().manual_seed(4))
-    tables, lens = build_decode_tables([[1, 2, 3]] * 5, [33, 34, 48, 1, 17], 16, "cpu")
-    kernel = kernel_of("native", torch.float32)
-    one = kernel(query, cache, 0, tables, lens, 0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_give_the_same_bits_on_two_threads(dtype):
+    cache = make_cache(dtype, num_kv_heads=2, head_dim=64, block_size=16)
+    query = torch.randn(12, 105, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    lens = [33, 34, 48, 1, 17]
+    tables, lengths = build_decode_tables([[1, 2, 3]] * 5, lens, 16, "cpu")
+    none = torch.empty(0, dtype=torch.int64)
+    chunk = PrefillChunk(5, 100, 101, torch.arange(10, 17))
+    batches = [AttentionBatch(none, none, 5, tables, lengths, (chunk,))]
+    batches += [AttentionBatch(none, none, 1, tables[:1], lengths[:1], ())]
+
+    def outputs() -> list[torch.Tensor]:
+        kernels = kernel_of("native", dtype)
+        return [PagedLayers(cache, batch, kernels).attend(0, query, 0.1) for batch in batches]
+
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        assert torch.equal(kernel(query, cache, 0, tables, lens, 0.1), one)
-        assert torch.equal(kernel(query[:1], cache, 0, tables[:1], lens[:1], 0.1), one[:1])
+        torch.set_num_threads(1)
+        one = outputs()
+        for num_threads in (2, 3):
+            torch.set_num_threads(num_threads)
+            many = outputs()
+            assert torch.equal(many[0], one[0])
+            assert torch.equal(many[1][:1], one[1][:1])
     finally:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(12, 2, 64, 16), (4, 4, 16, 4), (8, 1, 128, 16), (6, 2, 80, 8), (2, 1, 22, 3)],
+)
+@pytest.mark.parametrize(("num_tokens", "context_len"), [(2, 2), (13, 130), (97, 97), (150, 190)])
+def test_chunks_equal_dense_attention(
+    kernel, dtype, num_heads, num_kv_heads, head_dim, block_size, num_tokens, context_len
+):
+    cache = make_cache(dtype, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randperm(64, generator=generator)[: -(-context_len // block_size)]
+    context_len = min(context_len, 64 * block_size)
+    query = torch.randn(num_heads, num_tokens, head_dim, generator=generator).to(dtype)
+    none, (tables, lens) = torch.empty(0, dtype=torch.int64), build_decode_tables([], [], block_size, "cpu")
+    batch = AttentionBatch(none, none, 0, tables, lens, (PrefillChunk(0, num_tokens, context_len, table),))
+    out = PagedLayers(cache, batch, kernel_of(kernel, dtype)).attend(1, query, 0.3)
+    expected = dense(cache, 1, query.transpose(0, 1), table.tolist(), context_len, 0.3)
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @needs_compiler
-def test_a_kernel_that_does_not_build_is_done_without(monkeypatch, tmp_path, caplog):
+def test_kernels_that_do_not_build_are_done_without(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("EPD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "_SOURCE", tmp_path / "broken.cpp")
-    (tmp_path / "broken.cpp").write_text("this is not C++")
-    native.load_decode_kernel.cache_clear()
-    native._load_library.cache_clear()
+    monkeypatch.setattr(build, "_SOURCE_DIR", tmp_path)
+    (tmp_path / "kernels.cpp").write_text("this is not C++")
+    native.load_kernels.cache_clear()
+    build.load_library.cache_clear()
     try:
-        assert native.load_decode_kernel(torch.float32) is None
+        assert native.load_kernels(torch.float32) is None
         assert "could not be built" in caplog.text
         assert list(tmp_path.glob("*.so")) == []
     finally:
-        native.load_decode_kernel.cache_clear()
-        native._load_library.cache_clear()
+        native.load_kernels.cache_clear()
+        build.load_library.cache_clear()

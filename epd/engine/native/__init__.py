@@ -1,155 +1,246 @@
-"""The CPU kernel of decode attention: built from source on first use, kept in a cache directory, called by address.
+"""The engine's CPU kernels: attention over block tables, and a decoder's layers as one call.
 
-Owns building and loading; the arithmetic is in ``paged_attention.cpp``. A machine without a C++ compiler goes without
-it (``load_decode_kernel`` says why), and torch's own kernels do the work. Knows nothing of engines or steps.
+Owns the way from tensors to addresses; the arithmetic is in the C++ files beside this one, which ``build`` compiles on
+first use. A machine without a C++ compiler goes without (``load_kernels`` says why), and torch's own kernels do the
+work. Knows nothing of engines or requests.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from epd.cache.kv_cache import KVCache
+from epd.engine.native.build import has_compiler, load_library
 
-_LOG = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_name("paged_attention.cpp")
-_COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-std=c++17")
-_BUILD_TIMEOUT_S = 120.0
-_SYMBOLS = {torch.float32: "epd_paged_decode_float32", torch.bfloat16: "epd_paged_decode_bfloat16"}
+__all__ = [
+    "DecodeKernel",
+    "DecoderShape",
+    "Kernels",
+    "LayerWeights",
+    "NativeDecoder",
+    "NativeStep",
+    "has_compiler",
+    "load_decode_kernel",
+    "load_kernels",
+]
+
+MAX_HEAD_DIM = 512
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-class _Shape(ctypes.Structure):
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
+class _Chunk(ctypes.Structure):
+    _fields_ = (*_fields(ctypes.c_int64, "first_row num_tokens context_len"), ("table", ctypes.c_void_p))
+
+
+class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("block_stride", "side_stride", "token_stride", "max_blocks")),
-        *((name, ctypes.c_int64) for name in ("block_size", "num_heads", "num_kv_heads", "head_dim")),
-        ("scale", ctypes.c_float),
+        ("kv", ctypes.c_void_p),
+        *_fields(ctypes.c_int64, "block_stride layer_stride side_stride token_stride block_size"),
+        *_fields(ctypes.c_void_p, "slot_blocks slot_offsets"),
+        *_fields(ctypes.c_int64, "num_tokens num_decodes"),
+        *_fields(ctypes.c_void_p, "decode_tables decode_lens"),
+        *_fields(ctypes.c_int64, "max_blocks num_chunks"),
+        ("chunks", ctypes.c_void_p),
+        ("num_threads", ctypes.c_int64),
     )
 
 
-class DecodeKernel:
-    """Decode attention over block tables, for one element type. Called without the GIL."""
+class _Heads(ctypes.Structure):
+    _fields_ = (*_fields(ctypes.c_int64, "num_heads num_kv_heads head_dim"), ("scale", ctypes.c_float))
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        self._function = getattr(library, _SYMBOLS[dtype])
-        self._function.restype = None
-        pointer, count = ctypes.c_void_p, ctypes.c_int64
-        self._function.argtypes = [pointer, pointer, pointer, pointer, pointer, count, pointer, count]
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        kv_cache: KVCache,
-        layer_idx: int,
-        block_tables: torch.Tensor,
-        context_lens: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """Return ``[num_seqs, num_heads, head_dim]`` for a contiguous query of that shape.
+class _Layer(ctypes.Structure):
+    _fields_ = _fields(
+        ctypes.c_void_p, "input_norm qkv qkv_bias query_norm key_norm output output_bias post_norm gate_up down"
+    )
 
-        ``block_tables`` is int64 ``[num_seqs, max_blocks]`` and ``context_lens`` int64 ``[num_seqs]``, both contiguous.
-        """
-        num_seqs, num_heads, head_dim = query.shape
-        blocks = kv_cache.blocks
-        out = torch.empty_like(query)
-        shape = _Shape(
-            block_stride=blocks.stride(0),
-            side_stride=blocks.stride(2),
-            token_stride=blocks.stride(3),
-            max_blocks=block_tables.shape[1],
-            block_size=kv_cache.block_size,
-            num_heads=num_heads,
-            num_kv_heads=blocks.shape[4],
-            head_dim=head_dim,
-            scale=scale,
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "layers final_norm"),
+        *_fields(ctypes.c_int64, "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"),
+        *_fields(ctypes.c_float, "epsilon scale"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """One step's batch as the kernels take it: addresses, and the tensors that they belong to."""
+
+    kernels: Kernels
+    arguments: _Step
+    kept: tuple[Any, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What a decoder's layers have in common. ``scale`` multiplies attention scores."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    epsilon: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, its matrices packed by ``epd.engine.packing.pack_panels``: ``qkv`` stacks the rows of three, and
+    ``gate_up`` alternates 16 rows of each. ``query_norm`` and ``key_norm`` are ``[head_dim]``."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    output: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+
+
+class NativeDecoder:
+    """The layers of one decoder, addressed once."""
+
+    def __init__(self, kernels: Kernels, shape: DecoderShape, layers: Sequence[LayerWeights], norm: torch.Tensor):
+        self.layers = tuple(layers)
+        self._kernels, self._shape, self._norm = kernels, shape, norm
+        self._addresses = (_Layer * len(layers))(*(_layer_addresses(layer) for layer in layers))
+        self._arguments = _Decoder(
+            layers=ctypes.addressof(self._addresses),
+            final_norm=norm.data_ptr(),
+            num_layers=len(layers),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            epsilon=shape.epsilon,
+            scale=shape.scale,
         )
-        layer = blocks.data_ptr() + layer_idx * blocks.stride(1) * blocks.element_size()
-        self._function(
-            query.data_ptr(),
-            layer,
-            block_tables.data_ptr(),
-            context_lens.data_ptr(),
+
+    def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: NativeStep) -> torch.Tensor:
+        """Run all layers and the final norm: contiguous ``[num_tokens, hidden_size]`` in and out.
+
+        ``cos`` and ``sin`` are contiguous ``[num_tokens, head_dim]``. K and V go to the step's slots.
+        """
+        assert all(tensor.is_contiguous() for tensor in (hidden, cos, sin))
+        assert hidden.shape[0] == step.arguments.num_tokens == cos.shape[0] == sin.shape[0]
+        out = torch.empty_like(hidden)
+        self._kernels.run_decoder(
+            ctypes.byref(self._arguments),
+            ctypes.byref(step.arguments),
+            hidden.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
             out.data_ptr(),
-            num_seqs,
-            ctypes.byref(shape),
-            torch.get_num_threads(),
         )
         return out
 
 
+class Kernels:
+    """The kernels for one element type. Called without the GIL, on as many threads as torch has."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._attend = _function(library, "attend", dtype, [pointer, pointer, count, pointer, pointer])
+        self.run_decoder = _function(library, "decoder", dtype, [pointer] * 6)
+        self._linear = _function(library, "linear", dtype, [pointer] * 3 + [count] * 4)
+
+    def can_attend(self, head_dim: int) -> bool:
+        """Whether heads of this size are dealt with. Inputs of half precision are multiplied in pairs."""
+        return head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0
+
+    def plan_step(
+        self,
+        kv_cache: KVCache,
+        slots: tuple[torch.Tensor, torch.Tensor],
+        decodes: tuple[torch.Tensor, torch.Tensor],
+        chunks: Sequence[tuple[int, int, int, torch.Tensor]],
+    ) -> NativeStep:
+        """Address one step. All index tensors are int64 and contiguous: ``slots`` are the blocks and offsets of new
+        tokens, ``decodes`` the tables ``[num_decodes, max_blocks]`` and lengths, and ``chunks`` first rows, numbers of
+        tokens, context lengths and tables."""
+        blocks, (tables, lens) = kv_cache.blocks, decodes
+        assert blocks.dtype is self.dtype
+        addresses = (_Chunk * len(chunks))(*(_Chunk(*numbers, table.data_ptr()) for *numbers, table in chunks))
+        arguments = _Step(
+            kv=blocks.data_ptr(),
+            block_stride=blocks.stride(0),
+            layer_stride=blocks.stride(1),
+            side_stride=blocks.stride(2),
+            token_stride=blocks.stride(3),
+            block_size=kv_cache.block_size,
+            slot_blocks=slots[0].data_ptr(),
+            slot_offsets=slots[1].data_ptr(),
+            num_tokens=len(slots[0]),
+            num_decodes=len(lens),
+            decode_tables=tables.data_ptr(),
+            decode_lens=lens.data_ptr(),
+            max_blocks=tables.shape[1],
+            num_chunks=len(chunks),
+            chunks=ctypes.addressof(addresses),
+            num_threads=torch.get_num_threads(),
+        )
+        return NativeStep(self, arguments, (kv_cache, slots, decodes, chunks, addresses))
+
+    def attend(
+        self, query: torch.Tensor, step: NativeStep, layer_idx: int, num_kv_heads: int, scale: float
+    ) -> torch.Tensor:
+        """Return attention ``[num_tokens, num_heads, head_dim]`` for a contiguous query of that shape."""
+        assert query.is_contiguous()
+        assert query.dtype is self.dtype
+        out = torch.empty_like(query)
+        heads = _Heads(query.shape[1], num_kv_heads, query.shape[2], scale)
+        step_address = ctypes.byref(step.arguments)
+        self._attend(query.data_ptr(), step_address, layer_idx, ctypes.byref(heads), out.data_ptr())
+        return out
+
+    def linear(self, inputs: torch.Tensor, panels: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        """Return float32 ``[num_rows, num_outputs]``, rounded to the element type, for contiguous inputs
+        ``[num_rows, num_inputs]`` and a matrix packed by ``pack_panels``."""
+        assert inputs.is_contiguous()
+        assert inputs.dtype is panels.dtype is self.dtype
+        out = torch.empty(len(inputs), num_outputs, dtype=torch.float32)
+        sizes = (*inputs.shape, num_outputs, torch.get_num_threads())
+        self._linear(inputs.data_ptr(), panels.data_ptr(), out.data_ptr(), *sizes)
+        return out
+
+
 @cache
-def load_decode_kernel(dtype: torch.dtype) -> DecodeKernel | None:
-    """Return the kernel for an element type, built if need be; ``None``, with a log line, where it cannot be had."""
-    if dtype not in _SYMBOLS:
+def load_kernels(dtype: torch.dtype) -> Kernels | None:
+    """Return the kernels for an element type, built if need be; ``None``, with a log line, where there are none."""
+    if dtype not in _SUFFIXES:
         return None
-    library = _load_library()
-    return None if library is None else DecodeKernel(library, dtype)
+    library = load_library()
+    return None if library is None else Kernels(library, dtype)
 
 
-def has_compiler() -> bool:
-    return _compiler() is not None
+DecodeKernel = Kernels
+load_decode_kernel = load_kernels
 
 
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype, argtypes: list[Any]) -> Any:
+    function = getattr(library, f"epd_{name}_{_SUFFIXES[dtype]}")
+    function.restype, function.argtypes = None, argtypes
+    return function
 
 
-@cache
-def _load_library() -> ctypes.CDLL | None:
-    compiler = _compiler()
-    if compiler is None:
-        _LOG.info("no C++ compiler: decode attention runs on torch's kernels, at a fraction of the speed")
-        return None
-    try:
-        # torch's OpenMP runtime is loaded globally, and the library binds to it: one pool of threads in the process.
-        return ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        _LOG.warning("the decode attention kernel could not be built, torch's kernels run instead: %s", detail)
-        return None
-
-
-def _build(compiler: str) -> Path:
-    """Compile into the cache, unless it is there; several processes may do so at once."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    identity = "\0".join([_SOURCE.read_text(), version, _cpu_identity(), *_COMPILE])
-    target = _cache_dir() / f"paged_attention-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        compiled, linked = Path(scratch, "kernel.o"), Path(scratch, "kernel.so")
-        # Linked without -fopenmp, so that no second OpenMP runtime is pulled in.
-        for command in (
-            [compiler, *_COMPILE, "-c", str(_SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", str(compiled), "-o", str(linked)],
-        ):
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_TIMEOUT_S)
-        linked.replace(target)
-    _LOG.info("built the decode attention kernel: %s", target)
-    return target
-
-
-def _cache_dir() -> Path:
-    base = os.environ.get("EPD_CACHE_DIR")
-    if base:
-        return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ray-epd"
-
-
-def _cpu_identity() -> str:
-    """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+def _layer_addresses(layer: LayerWeights) -> _Layer:
+    tensors = {name: getattr(layer, name) for name, _ in _Layer._fields_}
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors.values())
+    return _Layer(**{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()})
