@@ -220,16 +220,14 @@ class OpenAIService:
     ) -> AsyncGenerator[bytes]:
         exchange, reply = run.exchange, run.reply
         try:
-            for chunk in reply.opening(exchange.num_choices):
-                yield event(chunk)
-            deltas: list[Delta] | None = first
-            while deltas is not None:
+            # What is there together leaves together: each piece has a price of its own on its way out.
+            opening = b"".join(map(event, reply.opening(exchange.num_choices)))
+            yield opening + run.event(first)
+            while (deltas := await anext(stream, None)) is not None:
                 yield run.event(deltas)
-                deltas = await anext(stream, None)
-            if run.body.includes_usage:
-                yield run.usage_event()
+            usage = run.usage_event() if run.body.includes_usage else b""
             run.count.end(exchange.mode, 200)
-            yield DONE
+            yield usage + DONE
         except Exception as error:
             self._count_failure(run.count, exchange.mode, error)
             yield event(self._http_error(error, run.request_id).body)
