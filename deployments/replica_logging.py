@@ -1,4 +1,5 @@
-"""Keeps a replica's log readable: an error that was raised on purpose is a line there, not a page.
+"""Keeps a replica's log readable: an error that was raised on purpose is a line there, not a page; and complete: what
+the core reports of its start stands there beside Serve's own lines.
 
 Knows Ray's and Serve's habits of logging, and nothing of what is served.
 """
@@ -25,7 +26,13 @@ class _DeliberateErrors(logging.Filter):
 
 def quieten_replica_log() -> None:
     """Call once in each replica's process."""
-    logging.getLogger("ray.serve").addFilter(_DeliberateErrors())
+    serve_log = logging.getLogger("ray.serve")
+    serve_log.addFilter(_DeliberateErrors())
+    core_log = logging.getLogger("epd")
+    core_log.setLevel(logging.INFO)
+    for handler in serve_log.handlers:
+        if handler not in core_log.handlers:
+            core_log.addHandler(handler)
     # Ray warns once per process that tensors from the object store are shared and read-only: the connectors' contract.
     warnings.filterwarnings("ignore", message="Zero-copy tensor serialization is enabled")
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

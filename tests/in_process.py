@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from encoders import resolve_family
-from epd.config import EngineConfig, MediaConfig, ModelConfig, TransferConfig
+from epd.config import DType, EngineConfig, MediaConfig, ModelConfig, TransferConfig
 from epd.media.hashing import media_hash
 from epd.stages.life import generate
 from epd.stages.worker import StageWorker
@@ -102,8 +102,9 @@ async def in_process_cluster(
     engine: EngineConfig | None = None,
     engines: Mapping[str, EngineConfig] | None = None,
     transfer: TransferConfig | None = None,
+    dtype: DType = "float32",
 ) -> AsyncIterator[InProcessCluster]:
-    model = ModelConfig(source=str(model_dir))
+    model = ModelConfig(source=str(model_dir), dtype=dtype)
     family = resolve_family(model)
     peers = InProcessPeers()
     common = engine or EngineConfig(kv_cache_bytes=8 * 2**20, num_threads=1)

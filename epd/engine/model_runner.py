@@ -16,7 +16,7 @@ import torch
 
 from epd.cache.kv_cache import KVCache
 from epd.engine.attention import AttentionBatch, PagedLayers, PrefillChunk, build_decode_tables
-from epd.engine.native import DecodeKernel
+from epd.engine.native import Kernels
 from epd.engine.sequence import EngineSequence
 from epd.types import LanguageModel
 
@@ -75,12 +75,12 @@ class ModelRunner:
     """The runner for CPUs, and for CUDA in float32, where it attends with torch's kernels over gathered blocks."""
 
     def __init__(
-        self, model: LanguageModel, kv_cache: KVCache, device: str = "cpu", decode_kernel: DecodeKernel | None = None
+        self, model: LanguageModel, kv_cache: KVCache, device: str = "cpu", kernels: Kernels | None = None
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.device = device
-        self._decode_kernel = decode_kernel
+        self._kernels = kernels
 
     def start(
         self, num_tokens: Mapping[EngineSequence, int], logit_sequences: Sequence[EngineSequence], is_greedy: bool
@@ -99,7 +99,7 @@ class ModelRunner:
         batch = self._attention_batch(num_tokens)
         hidden = self._embed(num_tokens)
         positions = torch.from_numpy(rotary_positions(num_tokens)).to(self.device)
-        layers = PagedLayers(self.kv_cache, batch, self._decode_kernel)
+        layers = PagedLayers(self.kv_cache, batch, self._kernels)
         hidden = self.model.forward(hidden, positions, layers, layers)
         if not logit_sequences:
             return torch.empty(0, self.model.vocab_size)

@@ -8,11 +8,12 @@ import torch
 
 from epd.cache.kv_cache import KVCache
 from epd.config import CUDA_BLOCK_SIZE, EngineConfig
+from epd.engine import native
 from epd.engine.cuda.attention import torch_kernel, why_unsuited
 from epd.engine.cuda.graphs import CudaRecorder
 from epd.engine.cuda.runner import CudaModelRunner
 from epd.engine.model_runner import ModelRunner, Runner
-from epd.engine.native import DecodeKernel, has_compiler, load_decode_kernel
+from epd.engine.native import Kernels
 from epd.errors import ConfigError
 from epd.types import LanguageModel
 
@@ -47,7 +48,7 @@ def build_runner(
     cannot be had.
     """
     if not config.is_cuda:
-        return ModelRunner(model, kv_cache, config.device, load_kernel(kv_cache.blocks.dtype, config))
+        return ModelRunner(model, kv_cache, config.device, load_kernels(kv_cache.blocks.dtype, config))
     obstacle = why_unsuited(kv_cache.spec, kv_cache.block_size, config.device)
     if obstacle is None:
         return CudaModelRunner(
@@ -65,17 +66,17 @@ def build_runner(
     return ModelRunner(model, kv_cache, config.device)
 
 
-def load_kernel(dtype: torch.dtype, config: EngineConfig) -> DecodeKernel | None:
-    """Load the CPU's decode attention kernel, built if need be; ``None`` where torch's kernels are to do the work.
+def load_kernels(dtype: torch.dtype, config: EngineConfig) -> Kernels | None:
+    """Load the CPU's kernels, built if need be; ``None`` where torch's are to do the work.
 
-    Raises ``ConfigError`` when the configuration insists on a kernel that cannot be had.
+    Raises ``ConfigError`` when the configuration insists on kernels that cannot be had.
     """
     if config.is_cuda or config.compile is False:
         return None
-    kernel = load_decode_kernel(dtype)
-    if kernel is None and config.compile is True:
-        reason = "it cannot be built here, see the log" if has_compiler() else "there is no C++ compiler here"
+    kernels = native.load_kernels(dtype)
+    if kernels is None and config.compile is True:
+        reason = "they cannot be built here, see the log" if native.has_compiler() else "there is no C++ compiler here"
         if dtype not in (torch.float32, torch.bfloat16):
-            reason = f"there is none for {dtype}"
-        raise ConfigError("args.engine.compile", f"true asks for the decode kernel, but {reason}; or say auto")
-    return kernel
+            reason = f"there are none for {str(dtype).removeprefix('torch.')}"
+        raise ConfigError("args.engine.compile", f"true asks for native kernels, but {reason}; or say auto")
+    return kernels

@@ -15,7 +15,7 @@ from epd.config import EngineConfig
 from epd.engine.engine import Engine
 from epd.engine.engine_thread import EngineThread
 from epd.engine.model_runner import Runner
-from epd.engine.runners import build_runner, check_device, load_kernel
+from epd.engine.runners import build_runner, check_device, load_kernels
 from epd.engine.warmup import phase, use_cache_dir, warm_up
 from epd.stages.encoding import EncodeService
 from epd.types import Encoder, LanguageModel, MediaItem, Modality, ModelFamily, PlaceholderRange
@@ -55,7 +55,7 @@ def load_engine(replica_id: str, family: ModelFamily, dtype: str, config: Engine
     Raises ``ConfigError`` for kernels that are asked for and cannot be had, before any weight is read.
     """
     with phase(replica_id, "loading native kernels"):
-        load_kernel(getattr(torch, dtype), config)
+        load_kernels(getattr(torch, dtype), config)
     with phase(replica_id, "loading the language model"):
         model = family.load_language_model(dtype=dtype, device=config.device)
     with phase(replica_id, "allocating the KV cache"):
@@ -78,8 +78,9 @@ async def warm_up_engine(replica_id: str, thread: EngineThread, loaded: LoadedEn
     """Run the usual shapes on the engine's thread, and record those that will be replayed."""
     with phase(replica_id, "warming up prefill and decode"):
         await thread.call(lambda _: loaded.warm_up())
-    with phase(replica_id, "capturing decode graphs"):
-        await thread.call(lambda _: loaded.runner.capture_graphs())
+    if loaded.config.is_cuda:
+        with phase(replica_id, "capturing decode graphs"):
+            await thread.call(lambda _: loaded.runner.capture_graphs())
 
 
 async def warm_up_encoder(replica_id: str, service: EncodeService, family: ModelFamily) -> None:

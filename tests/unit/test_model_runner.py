@@ -21,6 +21,7 @@ from epd.errors import ConfigError
 from epd.types import Embedding, LanguageModel, MediaItem, Modality, PlaceholderRange, Request, SamplingParams
 from tests.fake_language_model import HIDDEN, FakeLanguageModel, text_positions
 from tests.reference import build, embeddings_of, expected_tokens, family_of
+from tests.runner_contract import check_logits, num_blocks_needed
 from tests.varlen_reference import RerunRecorder, cuda_runner_on_cpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
@@ -220,6 +221,15 @@ def test_tokens_of_a_real_model_equal_generate(make_runner, case):
         engine.set_embedding(prompt.request.request_id, index, embedding)
     (tokens,) = finish(engine).values()
     assert tuple(tokens[0]) == expected_tokens("tiny", case)
+
+
+@pytest.mark.parametrize("chunk", [19, 1000])
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 8), ("float32", 256), ("bfloat16", 256)])
+def test_logits_equal_a_plain_forward_pass(make_runner, dtype, block_size, chunk):
+    model = family_of("tiny").load_language_model(dtype=dtype)
+    num_blocks = num_blocks_needed(block_size) + 3
+    cache = allocate_kv_cache(model.kv_spec, block_size=block_size, num_blocks=num_blocks, model_fingerprint="tiny")
+    check_logits(make_runner(model, cache), cache, chunk=chunk)
 
 
 # -- the choice
