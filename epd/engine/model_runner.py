@@ -16,6 +16,7 @@ import torch
 
 from epd.cache.kv_cache import KVCache
 from epd.engine.attention import AttentionBatch, PagedLayers, PrefillChunk, build_decode_tables
+from epd.engine.cuda.staging import Fence
 from epd.engine.native import Kernels
 from epd.engine.sequence import EngineSequence
 from epd.types import LanguageModel
@@ -81,12 +82,16 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.device = device
         self._kernels = kernels
+        self._end = Fence(device)
 
     def start(
         self, num_tokens: Mapping[EngineSequence, int], logit_sequences: Sequence[EngineSequence], is_greedy: bool
     ) -> PendingLogits:
         """See ``Runner``. The step is over when this returns, and its values are there in any case."""
-        return _Computed(StepLogits(self.run(num_tokens, logit_sequences)))
+        logits = self.run(num_tokens, logit_sequences)
+        self._end.set()
+        self._end.wait()  # on CUDA without logits, nothing else has waited for the step
+        return _Computed(StepLogits(logits))
 
     def capture_graphs(self) -> int:
         """See ``Runner``. There are none."""

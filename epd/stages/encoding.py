@@ -17,6 +17,7 @@ import torch
 
 from epd.cache.embedding_cache import EmbeddingCache
 from epd.errors import EpdError, StageFailedError
+from epd.transfer.slab import wait_for_device
 from epd.types import Embedding, Encoder, MediaItem, StageReport
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class EncodeService:
         """Encode an item for nothing, on the threads that will encode: neither cached nor counted."""
         loop = asyncio.get_running_loop()
         patches = await loop.run_in_executor(self._preprocess_threads, self._encoder.preprocess, item, frames)
-        await loop.run_in_executor(self._encode_thread, self._encoder.encode, [item], [patches])
+        await loop.run_in_executor(self._encode_thread, self._encode, [item], [patches])
 
     async def obtain(self, item: MediaItem, payload: bytes) -> tuple[Embedding, StageReport]:
         """Return the item's embedding, with a reference in ``cache`` that the caller releases.
@@ -161,7 +162,7 @@ class EncodeService:
             try:
                 embeddings = await asyncio.get_running_loop().run_in_executor(
                     self._encode_thread,
-                    self._encoder.encode,
+                    self._encode,
                     [waiting.item for waiting in batch],
                     [waiting.patches for waiting in batch],
                 )
@@ -180,6 +181,12 @@ class EncodeService:
                 report = StageReport({"encode_queue": started_s - waiting.queued_s, "encode": ended_s - started_s})
                 if not waiting.result.done():
                     waiting.result.set_result((embedding, report))
+
+    def _encode(self, items: Sequence[MediaItem], patches: Sequence[torch.Tensor]) -> list[Embedding]:
+        embeddings = self._encoder.encode(items, patches)
+        for embedding in embeddings:
+            wait_for_device(embedding.values)  # what is reported is how long it took, not how long it took to queue
+        return embeddings
 
     def _take_batch(self) -> list[_Waiting]:
         """Take from the queue, oldest first, what fits one batch; at least one item. Cancelled items are dropped."""

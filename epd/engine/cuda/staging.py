@@ -24,13 +24,13 @@ class Fence:
     """A point in the device's work that the host can wait for."""
 
     def __init__(self, device: str) -> None:
-        is_cuda = torch.device(device).type == "cuda"
-        self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._device = torch.device(device)
+        self._event = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def set(self) -> None:
         """Stand after all that this thread has given the device so far."""
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
         if self._event is not None:
