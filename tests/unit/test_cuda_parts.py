@@ -5,11 +5,14 @@ If these fail, a GPU replica writes padding over live blocks, reads inputs of an
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
 from epd.cache.kv_cache import allocate_kv_cache
+from epd.engine.cuda.attention import VarlenBatch, VarlenLayers, torch_kernel, why_unsuited
 from epd.engine.cuda.buckets import bucket_for, decode_buckets
 from epd.engine.cuda.graphs import DecodeGraphs
 from epd.engine.cuda.inputs import decode_arrays, empty_decode_arrays, step_arrays
@@ -189,3 +192,60 @@ def test_the_scratch_block_is_behind_all_blocks_and_in_none_of_them():
     assert not cache.blocks.any()
     assert cache.blocks.is_contiguous()
     assert cache.blocks.data_ptr() == cache.pages.data_ptr()
+
+
+# -- the calls that only a GPU can run
+
+
+@pytest.mark.parametrize("max_q", [1, 8])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (4, 4)])
+def test_torch_takes_the_attention_call_as_it_is_made(max_q, num_heads, num_kv_heads):
+    """Over tensors without data: names, types and shapes are checked, nothing is computed."""
+    spec = KVSpec(3, num_kv_heads, 64, "bfloat16", 2)
+    cache = allocate_kv_cache(spec, block_size=256, num_blocks=6, model_fingerprint="x", device="meta")
+    arrays = empty_decode_arrays(8, max_blocks=3, scratch_block=6)
+    tensors = {name: torch.from_numpy(array).to("meta") for name, array in arrays.items()}
+    layers = VarlenLayers(cache.pages, VarlenBatch.of(tensors, max_q=max_q, max_k=768), torch_kernel())
+    key = torch.empty(1, num_kv_heads, 8, 64, dtype=torch.bfloat16, device="meta")
+    assert layers.update(key, key, 2)[0] is key
+    out = layers.attend(2, torch.empty(num_heads, 8, 64, dtype=torch.bfloat16, device="meta"), 0.1)
+    assert out.shape == (8, num_heads, 64)
+    assert out.dtype is torch.bfloat16
+
+
+def test_pages_of_one_layer_are_views_with_the_strides_that_the_kernel_takes():
+    cache = allocate_kv_cache(KVSpec(3, 2, 64, "float32", 4), block_size=256, num_blocks=4, model_fingerprint="x")
+    seen = []
+
+    def kernel(query, key, value, *args, **kwargs):
+        seen.extend([key, value])
+        return query
+
+    arrays = empty_decode_arrays(1, max_blocks=1, scratch_block=4)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    VarlenLayers(cache.pages, VarlenBatch.of(tensors, max_q=1, max_k=256), kernel).attend(1, torch.zeros(4, 1, 64), 1.0)
+    for side, pages in enumerate(seen):
+        assert pages.shape == (5, 256, 2, 64)
+        assert pages.stride() == (3 * 2 * 256 * 2 * 64, 2 * 64, 64, 1)
+        assert pages.data_ptr() == cache.pages[0, 1, side].data_ptr()
+
+
+def test_torch_has_the_graph_api_that_is_called():
+    inspect.signature(torch.cuda.graph).bind(object(), pool=None, stream=None, capture_error_mode="thread_local")
+    inspect.signature(torch.cuda.Event.record).bind(object(), object())
+    inspect.signature(torch.cuda.Stream.wait_stream).bind(object(), object())
+
+
+@pytest.mark.parametrize(
+    ("spec", "block_size", "words"),
+    [
+        (KVSpec(1, 1, 64, "float32", 4), 256, "no float32"),
+        (KVSpec(1, 1, 64, "bfloat16", 2), 16, "multiple of 256"),
+        (KVSpec(1, 1, 20, "bfloat16", 2), 256, "heads of 20"),
+        (KVSpec(1, 1, 320, "float16", 2), 512, "heads of 320"),
+    ],
+)
+def test_what_flash_attention_cannot_serve_is_known_before_it_is_asked(spec, block_size, words):
+    reason = why_unsuited(spec, block_size, "cuda")
+    assert reason is not None
+    assert words in reason
