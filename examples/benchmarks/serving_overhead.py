@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import statistics
@@ -42,6 +43,7 @@ INPUT_TOKENS = 32
 OPTIONS = {"epd": {"trace": True, "slo": {"ttft_s": 600.0, "itl_s": 600.0}}}
 """Objectives that nothing misses, so that every request is admitted."""
 PARTS = ("proxy", "ingress", "replica", "engine", "other")
+PART_OF_RAY = re.compile(r"^ray::|/raylet/raylet\0|ray\.serve\.scripts|/serve\0run\0")
 MEASURED = ("proxy", "ingress", "replica")
 
 
@@ -123,7 +125,7 @@ def server_root(port: int) -> int:
         with contextlib.suppress(OSError):
             if os.readlink(path) in inodes:
                 pid = int(path.parts[2])
-                while "ray" in Path(f"/proc/{above[pid]}/cmdline").read_text():
+                while PART_OF_RAY.search(Path(f"/proc/{above[pid]}/cmdline").read_text()):
                     pid = above[pid]
                 return pid
     raise SystemExit(f"no process of this machine listens on port {port}")
