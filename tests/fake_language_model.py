@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from epd.engine.attention import PagedLayers, paged_attention
+from epd.engine.sampler import SampleRow, sample
 from epd.types import KVSpec, Request, RotaryPositions
 
 HIDDEN = 8
@@ -55,22 +56,22 @@ class FakeLanguageModel:
         return torch.sin(hidden * 3 + angle * 0.37) * 4
 
     def reference(
-        self, request: Request, rotary: RotaryPositions, embeddings: Sequence[torch.Tensor] = ()
+        self, request: Request, rotary: RotaryPositions, embeddings: Sequence[torch.Tensor] = (), choice: int = 0
     ) -> list[int]:
-        """Greedy output computed densely, one full pass a token."""
-        tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        num_prompt = len(request.prompt_token_ids)
+        """Output of one choice computed densely, one full pass a token."""
+        params, num_prompt = request.sampling, request.num_prompt_tokens
         output = list(request.output_token_ids)
-        while len(output) < request.sampling.max_tokens:
+        while len(output) < params.max_tokens:
+            tokens = [*request.prompt_token_ids, *output]
             hidden = self.embed(torch.tensor(tokens))
             for item, rows in zip(request.items, embeddings, strict=True):
                 hidden[item.placeholder.offset : item.placeholder.end] = rows
             after = np.arange(num_prompt, len(tokens)) + rotary.delta
             positions = np.concatenate([rotary.positions, np.broadcast_to(after, (3, len(after)))], axis=1)
             mean = self._value(hidden, torch.from_numpy(positions)).mean(0, keepdim=True)
-            output.append(int(self.logits(mean).argmax()))
-            tokens.append(output[-1])
-            if output[-1] in self.eos_token_ids and not request.sampling.ignore_eos:
+            row = SampleRow(0, params, choice, len(output), request.prompt_token_ids, output)
+            output.append(sample(self.logits(mean), [row])[0].token_id)
+            if output[-1] in self.eos_token_ids and not params.ignore_eos:
                 break
         return output
 

@@ -6,55 +6,17 @@ Everything runs on a model whose next token depends on every token in its blocks
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from epd.cache.kv_cache import allocate_kv_cache
-from epd.config import EngineConfig
 from epd.engine.engine import Engine, PrefillDone
 from epd.engine.reservations import Reservation
 from epd.errors import InvalidRequestError, PromptTooLongError
-from epd.types import (
-    Embedding,
-    FinishReason,
-    MediaItem,
-    Modality,
-    PlaceholderRange,
-    Request,
-    SamplingParams,
-    TokenChunk,
-)
-from tests.fake_language_model import HIDDEN, FakeLanguageModel, text_positions
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-
-
-def make_engine(*, num_blocks: int = 64, block_size: int = 4, max_tokens: int = 16, max_seqs: int = 8, **fields):
-    model = fields.pop("model", None) or FakeLanguageModel()
-    config = EngineConfig(
-        block_size=block_size, max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs, kv_cache_bytes=1, **fields
-    )
-    cache = allocate_kv_cache(model.kv_spec, block_size=block_size, num_blocks=num_blocks, model_fingerprint="fake")
-    return Engine(model, cache, config), model
-
-
-def prompt(request_id: str, num_tokens: int, *, seed: int = 0, sampling: SamplingParams = GREEDY) -> Request:
-    rng = random.Random(f"{seed}-{num_tokens}")
-    return Request(request_id, tuple(rng.randrange(50) for _ in range(num_tokens)), sampling)
-
-
-def image_request(request_id: str, mm_hash: str, *, num_rows: int = 6, sampling: SamplingParams = GREEDY) -> Request:
-    item = MediaItem(0, Modality.IMAGE, mm_hash, PlaceholderRange(3, num_rows), (1, 2, 2 * num_rows))
-    return Request(request_id, (1, 2, 3, *[9] * num_rows, 4, 5, 6), sampling, items=(item,))
-
-
-def rows_of(mm_hash: str, num_rows: int = 6) -> torch.Tensor:
-    return torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(sum(mm_hash.encode())))
+from epd.types import Embedding, FinishReason, Request, SamplingParams, TokenChunk
+from tests.fake_engine import GREEDY, image_request, make_engine, prompt, rows_of
+from tests.fake_language_model import FakeLanguageModel, text_positions
 
 
 def run(engine: Engine, max_steps: int = 500) -> dict[str, dict[int, list[TokenChunk]]]:
@@ -367,123 +329,3 @@ def test_a_decode_replica_without_the_embeddings_gives_a_preempted_request_back_
     streamed += tokens_of(run(source)["again"][0])
     assert streamed == expected(model, request, rows_of("red"))
     source.check_integrity()
-
-
-@dataclass
-class Schedule:
-    """A random history of two engines, one of which hands some of its requests to the other, and what came out."""
-
-    source: Engine
-    target: Engine
-    requests: dict[str, Request] = field(default_factory=dict)
-    got: dict[str, dict[int, list[int]]] = field(default_factory=dict)
-    holds: dict[str, int] = field(default_factory=dict)
-    aborted: set[str] = field(default_factory=set)
-
-    def add(self, request: Request, *, is_split: bool) -> None:
-        self.requests[request.request_id] = request
-        self.got[request.request_id] = {choice: [] for choice in range(request.sampling.n)}
-        add(self.source, request, keep_kv=is_split)
-        if request.items:
-            self.source.set_embedding(request.request_id, 0, Embedding(rows_of(request.items[0].mm_hash)))
-
-    def step(self, engine: Engine) -> None:
-        engine.serve_reservations()
-        output = engine.step()
-        for request_id, chunks in output.chunks.items():
-            self._take(request_id, chunks)
-        for done in output.prefilled:
-            self._take(done.request_id, done.first_tokens)
-            if done.hold_id is not None:
-                self._hand_over(done)
-        for request_id in output.returned:
-            self._resume(request_id)
-        engine.check_integrity()
-
-    def _take(self, request_id: str, chunks: Iterable[TokenChunk]) -> None:
-        for chunk in chunks:
-            self.got[request_id][chunk.choice].extend(chunk.token_ids)
-
-    def _hand_over(self, done: PrefillDone) -> None:
-        request = self.requests[done.request_id]
-        self.holds[done.request_id] = done.hold_id
-
-        def on_ready(reservation: Reservation) -> None:
-            wanted = list(done.block_ids[reservation.num_cached_blocks :])
-            self.target.kv_cache.blocks[reservation.missing_blocks] = self.source.kv_cache.blocks[wanted]
-            self.source.release_hold(done.hold_id)
-            positions = text_positions(request.num_prompt_tokens)
-            self.target.activate(reservation, done.first_tokens, positions, has_kv=True)
-
-        self.target.reserve(request, done.num_tokens, on_ready)
-
-    def _resume(self, request_id: str) -> None:
-        """Compute a returned request again where its embeddings are, choice by choice."""
-        request = self.requests[request_id]
-        for choice, tokens in self.got[request_id].items():
-            if len(tokens) < request.sampling.max_tokens:
-                part = replace(request.resume_choice(choice, tokens), request_id=f"{request_id}/{choice}")
-                self.requests[part.request_id] = part
-                self.got[part.request_id] = {choice: tokens}
-                add(self.source, part)
-                self.source.set_embedding(part.request_id, 0, Embedding(rows_of(request.items[0].mm_hash)))
-
-    def abort(self, request_id: str) -> None:
-        self.source.abort(request_id)
-        self.target.abort(request_id)
-        if request_id in self.holds:
-            self.source.release_hold(self.holds[request_id])  # as the driver of a request releases its handle
-        self.aborted.add(request_id)
-
-    def finish(self) -> None:
-        for _ in range(2000):
-            if not (self.source.num_live_requests or self.target.num_live_requests):
-                return
-            self.step(self.source)
-            self.step(self.target)
-        raise AssertionError("the engines made no progress")
-
-
-@st.composite
-def requests(draw, index: int) -> Request:
-    sampling = replace(GREEDY, max_tokens=draw(st.integers(1, 8)), n=draw(st.sampled_from([1, 1, 1, 2, 3])))
-    if draw(st.booleans()):
-        return image_request(f"r{index}", draw(st.sampled_from(["red", "blue"])), sampling=sampling)
-    return prompt(f"r{index}", draw(st.integers(1, 14)), seed=draw(st.integers(0, 1)), sampling=sampling)
-
-
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_random_schedules_keep_the_books_and_the_tokens(data):
-    """Add, abort, preempt, finish, share prefixes, fork, hand over, give back: the rest get exactly their tokens."""
-    check_random_schedule(data)
-
-
-@pytest.mark.slow
-@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_ten_thousand_random_schedules_keep_the_books_and_the_tokens(data):
-    check_random_schedule(data)
-
-
-def check_random_schedule(data) -> None:
-    max_tokens = data.draw(st.integers(4, 20), "max_num_batched_tokens")
-    source, model = make_engine(num_blocks=data.draw(st.integers(14, 24), "blocks"), max_tokens=max_tokens, max_seqs=4)
-    target, _ = make_engine(num_blocks=data.draw(st.integers(14, 24), "blocks"), max_tokens=max_tokens, max_seqs=4)
-    schedule = Schedule(source, target)
-    for index in range(data.draw(st.integers(2, 7), "num_requests")):
-        schedule.add(data.draw(requests(index)), is_split=data.draw(st.booleans(), "split?"))
-        for _ in range(data.draw(st.integers(0, 4), "num_steps")):
-            schedule.step(source)
-            schedule.step(target)
-        if data.draw(st.integers(0, 4), "abort?") == 0:
-            schedule.abort(data.draw(st.sampled_from(sorted(schedule.requests)), "victim"))
-    schedule.finish()
-    for request_id, request in schedule.requests.items():
-        if request_id.split("/")[0] not in schedule.aborted:
-            rows = [rows_of(item.mm_hash) for item in request.items]
-            for tokens in schedule.got[request_id].values():
-                assert tokens == expected(model, request, *rows)
-    for engine in (source, target):
-        engine.check_integrity()
-        assert engine.pool.num_free == engine.pool.num_blocks
