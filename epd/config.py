@@ -7,6 +7,7 @@ refused, and a value that cannot work is named by its YAML path. Knows nothing o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -56,7 +57,7 @@ class EngineConfig(_Section):
     max_num_seqs: PositiveInt = 64
     num_threads: PositiveInt | None = None
     enable_prefix_cache: bool = True
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    device: str = "cpu"
     tensor_parallel_size: PositiveInt = 1
     cuda_graphs: bool = True
     compile: Literal["auto"] | bool = "auto"
@@ -73,6 +74,13 @@ class EngineConfig(_Section):
     def kv_block_size(self) -> int:
         """Tokens in a KV block: as configured, or the device's default."""
         return self.block_size or (CUDA_BLOCK_SIZE if self.is_cuda else CPU_BLOCK_SIZE)
+
+    @field_validator("device")
+    @classmethod
+    def _is_known_device(cls, value: str) -> str:
+        if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
+            raise ValueError(f"{value!r} is not a device that is supported; say cpu, cuda or cuda:N")
+        return value
 
     @field_validator("tensor_parallel_size")
     @classmethod

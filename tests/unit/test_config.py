@@ -47,7 +47,7 @@ def test_the_smallest_configuration_is_one_pool():
         ),
         ({"pools": POOLS, "transfer": {"backend": "carrier-pigeon"}}, "args.transfer.backend", "nixl"),
         ({"pools": POOLS, "model": {"dtype": "int3"}}, "args.model.dtype", "float32"),
-        ({"pools": POOLS, "engine": {"device": "tpu"}}, "args.engine.device", "cpu|cuda"),
+        ({"pools": POOLS, "engine": {"device": "tpu"}}, "args.engine.device", "say cpu, cuda or cuda:N"),
         ({"pools": POOLS, "engine": {"tensor_parallel_size": 2}}, "args.engine.tensor_parallel_size", "num_replicas"),
         ({"pools": {**POOLS, "x": {"roles": ["decode"], "engine": {"tensor_parallel_size": 4}}}}, "args", "4 GPUs"),
         (
