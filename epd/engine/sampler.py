@@ -88,7 +88,7 @@ def _sample_row(logits: torch.Tensor, row: SampleRow) -> SampledToken:
         token_id = int(adjusted.argmax())
     else:
         noise = uniform_noise(params.seed, row.choice, row.position)
-        token_id = _draw(_truncate(adjusted / params.temperature, params), noise)
+        token_id = _draw(_truncate(_cool(adjusted, params.temperature), params), noise)
     if params.num_logprobs is None:
         return SampledToken(token_id)
     return SampledToken(token_id, _logprob(logits, token_id, params.num_logprobs))
@@ -112,9 +112,14 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
     return logits
 
 
+def _cool(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return float64 logits over the temperature, at most 0: so no temperature is too small to divide by."""
+    return (logits.double() - logits.max()) / temperature
+
+
 def _truncate(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Return float64 weights after top-k, top-p (nucleus) and min-p, in that order."""
-    probs = torch.softmax(logits.double(), dim=-1)
+    probs = torch.softmax(logits, dim=-1)
     if 0 < params.top_k < probs.shape[0]:
         threshold = probs.topk(params.top_k).values[-1]
         probs = torch.where(probs >= threshold, probs, 0.0)

@@ -7,9 +7,12 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from epd.engine.sampler import SampleRow, sample, uniform_noise
 from epd.types import SamplingParams
+from tests.reference_sampler import logprob_of, next_token
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]]))
 
@@ -90,3 +93,75 @@ def test_a_row_draws_the_same_whatever_stands_beside_it():
     together = [token.token_id for token in sample(logits, rows)]
     alone = [sample(logits[i : i + 1], [SampleRow(0, params, i, 7)])[0].token_id for i in range(6)]
     assert together == alone
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-45, 5e-324])
+def test_the_smallest_temperatures_take_the_best_token(temperature):
+    logits = 20 * torch.randn(1, 40, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=temperature, seed=1)
+    assert {draw(params, position, logits) for position in range(20)} == {int(logits.argmax())}
+
+
+def test_noise_never_changes():
+    """Replicas of two versions may work on one request, and a user may keep a seed."""
+    assert uniform_noise(1, 2, 3) == 0.05816240739533696
+    assert uniform_noise(-1, 0, 0) == 0.3662420901697574
+    assert uniform_noise(2**63 - 1, 127, 100_000) == 0.34105231515972234
+
+
+VOCAB = 60
+token_ids = st.integers(0, VOCAB - 1)
+
+
+@st.composite
+def sampling_params(draw) -> SamplingParams:
+    """Any mixture of options, each of them often left alone."""
+
+    def some(neutral, strategy):
+        return draw(st.one_of(st.just(neutral), strategy))
+
+    return SamplingParams(
+        temperature=some(1.0, st.one_of(st.just(0.0), st.floats(0.05, 2.0))),
+        top_p=some(1.0, st.floats(0.01, 1.0)),
+        top_k=some(0, st.integers(1, VOCAB + 5)),
+        min_p=some(0.0, st.floats(0.001, 1.0)),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        presence_penalty=some(0.0, st.floats(-2.0, 2.0)),
+        frequency_penalty=some(0.0, st.floats(-2.0, 2.0)),
+        repetition_penalty=some(1.0, st.floats(0.5, 2.0)),
+        logit_bias=tuple(draw(st.dictionaries(token_ids, st.floats(-100, 100), max_size=3)).items()),
+    )
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    sampling_params(),
+    st.integers(0, 2**32),
+    st.lists(token_ids, min_size=1, max_size=12),
+    st.lists(token_ids, max_size=12),
+    st.sets(token_ids, max_size=4),
+    st.integers(0, 4),
+)
+def test_every_mixture_of_options_draws_what_a_plain_reference_draws(params, seed, prompt, output, forbidden, choice):
+    logits = 4 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
+    before = logits.clone()
+    for position in range(len(output) + 1):
+        said = output[:position]
+        row = SampleRow(0, params, choice, position, prompt, said, sorted(forbidden))
+        expected = next_token(logits[0], params, prompt, said, choice=choice, forbidden=forbidden)
+        assert sample(logits, [row])[0].token_id == expected
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_logprobs_equal_a_plain_reference_whatever_shapes_the_choice(num_top):
+    logits = 4 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(
+        temperature=0.7, top_p=0.5, seed=9, num_logprobs=num_top, frequency_penalty=1.0, logit_bias=((4, 9.0),)
+    )
+    token = sample(logits, [SampleRow(0, params, 0, 2, [1], [4, 5], [6])])[0]
+    expected = logprob_of(logits[0], token.token_id, num_top)
+    assert token.logprob.token_id == expected.token_id
+    assert token.logprob.logprob == pytest.approx(expected.logprob, abs=1e-5)
+    assert [entry[0] for entry in token.logprob.top] == [entry[0] for entry in expected.top]
+    assert [entry[1] for entry in token.logprob.top] == pytest.approx([entry[1] for entry in expected.top], abs=1e-5)
