@@ -5,6 +5,7 @@ Everything runs on a model whose next token depends on every token in its blocks
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -205,6 +206,82 @@ def test_eos_ends_a_choice_and_ignore_eos_does_not():
     assert chunks[-1].finish_reason is FinishReason.STOP
     add(engine, replace(request, request_id="b", sampling=replace(GREEDY, ignore_eos=True)))
     assert len(tokens_of(run(engine)["b"][0])) == 8
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_prompt_tokens", [11, 12, 13])
+def test_the_largest_request_that_is_not_refused_finishes_alone(num_prompt_tokens, n):
+    engine, model = make_engine(num_blocks=9)
+    largest = None
+    for max_tokens in range(1, 40):
+        request = prompt("a", num_prompt_tokens, sampling=replace(GREEDY, n=n, max_tokens=max_tokens))
+        with contextlib.suppress(PromptTooLongError):
+            engine.check_fits(request)
+            largest = request
+    assert largest is not None
+    add(engine, largest)
+    output = run(engine)
+    assert [tokens_of(output["a"][choice]) for choice in range(n)] == [expected(model, largest)] * n
+    assert engine.stats.preemptions == 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [100, 1000])
+def test_every_running_decode_gets_a_token_in_each_step_of_a_long_prompt(num_prompt_tokens):
+    engine, _ = make_engine(num_blocks=1000, max_tokens=12, max_seqs=8)
+    short = [prompt(f"s{index}", 5, seed=index, sampling=replace(GREEDY, max_tokens=200)) for index in range(5)]
+    for request in short:
+        add(engine, request)
+    while len(engine.step().chunks) < len(short):
+        pass
+    add(engine, prompt("long", num_prompt_tokens))
+    num_steps = 0
+    while "long" not in (output := engine.step()).chunks:
+        num_steps += 1
+        assert all(len(output.chunks[request.request_id]) == 1 for request in short)
+        assert output.num_tokens == 12
+    assert num_steps == (num_prompt_tokens - 1) // 7
+
+
+def test_of_two_cached_prompts_the_one_used_last_stays():
+    """Twelve blocks: two prompts of four are kept, a third one takes the place of the one not used for longest."""
+    engine, _ = make_engine(num_blocks=12, max_tokens=64)
+    brief = replace(GREEDY, max_tokens=1)
+
+    def cached_tokens(seed: int, request_id: str) -> int:
+        add(engine, replace(prompt(request_id, 17, seed=seed, sampling=brief)))
+        return run(engine)[request_id][0][0].report.cached["prefix_tokens"]
+
+    assert [cached_tokens(1, "a"), cached_tokens(2, "b"), cached_tokens(1, "c")] == [0, 0, 16]
+    assert cached_tokens(3, "d") == 0
+    assert cached_tokens(1, "e") == 16
+    assert cached_tokens(2, "f") < 16
+    engine.check_integrity()
+
+
+def test_a_full_cache_gives_up_the_end_of_a_prompt_before_its_start():
+    """More prompts share a start than an end."""
+    engine, _ = make_engine(num_blocks=6, max_tokens=64)
+    brief = replace(GREEDY, max_tokens=1)
+    add(engine, prompt("a", 17, sampling=brief))
+    run(engine)
+    add(engine, prompt("b", 9, seed=1, sampling=brief))
+    run(engine)
+    add(engine, replace(prompt("a", 17, sampling=brief), request_id="c"))
+    assert run(engine)["c"][0][0].report.cached["prefix_tokens"] == 12
+    engine.check_integrity()
+
+
+def test_blocks_that_are_in_use_are_never_given_up():
+    engine, model = make_engine(num_blocks=8, max_tokens=64)
+    holding = prompt("a", 16, sampling=replace(GREEDY, max_tokens=4))
+    add(engine, holding)
+    engine.step()
+    for index in range(4):
+        add(engine, prompt(f"b{index}", 9, seed=1 + index, sampling=replace(GREEDY, max_tokens=1)))
+    output = run(engine)
+    assert tokens_of(output["a"][0]) == expected(model, holding)[1:]
+    assert engine.stats.preemptions == 0
 
 
 # -- prefill here, decode there ----------------------------------------------------------------------------------------
