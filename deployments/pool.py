@@ -64,7 +64,6 @@ class StagePool:
     def __init__(self, pool: str, make_worker: WorkerFactory, max_ongoing_requests: int) -> None:
         from deployments.client import RayPeerClient
 
-        quieten_replica_log()
         context = serve.get_replica_context()
         self.replica_id = str(ReplicaAddress(pool, context.replica_id.unique_id))
         self._max_ongoing_requests = max_ongoing_requests
@@ -186,7 +185,14 @@ class StagePool:
 
 
 class StagePoolReplica(StagePool):
-    """What Serve runs. It awaits ``__del__`` when it stops a replica; elsewhere that would be no destructor."""
+    """What Serve runs, in a process of its own.
+
+    Serve awaits ``__del__`` when it stops a replica; elsewhere that would be no destructor.
+    """
+
+    def __init__(self, pool: str, make_worker: WorkerFactory, max_ongoing_requests: int) -> None:
+        quieten_replica_log()
+        super().__init__(pool, make_worker, max_ongoing_requests)
 
     async def __del__(self) -> None:
         if hasattr(self, "_worker"):  # else the constructor failed, and has said why
