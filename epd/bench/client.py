@@ -119,6 +119,8 @@ class _Log:
         if piece:
             self.token_at_s.append(now_s)
             self.text.append(piece)
+        # Some servers close the stream here, without the "[DONE]" that OpenAI's API sends.
+        self.is_done = self.is_done or choices[0].get("finish_reason") is not None
 
 
 async def send(
@@ -144,7 +146,7 @@ async def send(
                     if line.startswith("data:"):
                         log.read(line[5:].strip(), clock())
                 if not log.error and not log.is_done:
-                    log.error = "the stream ended without [DONE]"
+                    log.error = "the stream ended before its last token"
                 elif not log.error and not log.token_at_s:
                     log.error = "no text"
     except (httpx.HTTPError, ValueError, AttributeError) as error:

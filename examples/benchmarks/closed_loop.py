@@ -13,6 +13,7 @@ import asyncio
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,20 +28,38 @@ from epd.bench.metrics import Distribution, RequestMetrics, RequestTimeline
 from epd.bench.workload import RequestShape, WorkItem, request_body
 
 
-async def run_round(contender: Contender, shape: RequestShape, concurrency: int, num_requests: int, salt: int):
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A contender, and whether it refuses request fields that OpenAI's API does not have."""
+
+    contender: Contender
+    is_strict: bool
+
+    def body(self, item: WorkItem, salt: int) -> bytes:
+        body = request_body(item, model=self.contender.model, salt=salt, options=self.contender.options)
+        if not self.is_strict:
+            return body
+        fields = json.loads(body)
+        return json.dumps({name: value for name, value in fields.items() if name not in EXTENSIONS}).encode()
+
+
+EXTENSIONS = ("ignore_eos", "min_tokens")
+"""What keeps answers equally long; a server that refuses these needs a model that never ends one by itself."""
+
+
+async def run_round(server: Server, shape: RequestShape, concurrency: int, num_requests: int, salt: int):
     """Send ``num_requests`` from ``concurrency`` clients; return their logs and the seconds that it took."""
     bodies = []
     for index in range(num_requests):
         seeds = tuple(range(index * 100, index * 100 + shape.num_images))
-        item = WorkItem(index, 0.0, shape, seeds)
-        bodies.append(Due(index, 0.0, request_body(item, model=contender.model, salt=salt, options=contender.options)))
+        bodies.append(Due(index, 0.0, server.body(WorkItem(index, 0.0, shape, seeds), salt)))
     queue, timelines = iter(bodies), []
     limits = httpx.Limits(max_connections=concurrency + 1)
     async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as client:
 
         async def one_client() -> None:
             for body in queue:
-                timelines.append(await send(client, contender, body))
+                timelines.append(await send(client, server.contender, body))
 
         await asyncio.gather(*(one_client() for _ in range(concurrency)))
     return timelines, max(t.ended_at_s for t in timelines) - min(t.sent_at_s for t in timelines)
@@ -66,6 +85,9 @@ def figures(timelines: list[RequestTimeline], duration_s: float) -> dict[str, fl
 
 def main(
     server: Annotated[list[str], typer.Option(help="NAME=URL or NAME:MODE=URL; repeat, the first is the baseline.")],
+    strict: Annotated[
+        list[str], typer.Option(help="A server's NAME that refuses fields which OpenAI's API lacks; repeat.")
+    ] = [],  # noqa: B006
     concurrency: Annotated[list[int], typer.Option(help="Clients at once; repeat.")] = [1, 8, 16],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Rounds of each server at each concurrency.")] = 3,
     requests_per_client: Annotated[int, typer.Option(help="Requests of each client in a round.")] = 3,
@@ -77,7 +99,7 @@ def main(
 ) -> None:
     """Compare servers at fixed concurrency."""
     shape = RequestShape(images, image_size, image_size, input_tokens, output_tokens)
-    results = asyncio.run(measure(server, concurrency, rounds, requests_per_client, shape))
+    results = asyncio.run(measure(server, strict, concurrency, rounds, requests_per_client, shape))
     table = Table(
         title=f"{images} x {image_size}x{image_size} + {input_tokens} words -> {output_tokens} tokens; medians"
     )
@@ -102,19 +124,22 @@ def main(
         )
 
 
-async def measure(servers: list[str], concurrency: list[int], rounds: int, per_client: int, shape: RequestShape):
-    contenders = [await _contender(server) for server in servers]
+async def measure(
+    labels: list[str], strict: list[str], concurrency: list[int], rounds: int, per_client: int, shape: RequestShape
+):
+    contenders = [await _contender(label) for label in labels]
+    if unknown := set(strict) - {contender.name.partition(":")[0] for contender in contenders}:
+        raise typer.BadParameter(f"--strict names no server: {', '.join(sorted(unknown))}")
+    servers = [Server(contender, contender.name.partition(":")[0] in strict) for contender in contenders]
     run = int(time.time()) % 1_000_000 * 1000  # no prompt or picture of an earlier run, which a server may still cache
-    for contender in contenders:  # warm-up: first contacts, compilation
-        await run_round(contender, shape, 2, 4, salt=run)
+    for server in servers:  # warm-up: first contacts, compilation
+        await run_round(server, shape, 2, 4, salt=run)
     results: dict[tuple[str, int], list[dict[str, float]]] = {}
     plan = [(clients, number) for clients in concurrency for number in range(rounds)]
     for clients, number in track(plan, description="rounds"):
-        for contender in contenders:
-            timelines, duration_s = await run_round(
-                contender, shape, clients, clients * per_client, salt=run + number + 1
-            )
-            results.setdefault((contender.name, clients), []).append(figures(timelines, duration_s))
+        for server in servers:
+            timelines, duration_s = await run_round(server, shape, clients, clients * per_client, salt=run + number + 1)
+            results.setdefault((server.contender.name, clients), []).append(figures(timelines, duration_s))
     return results
 
 

@@ -200,6 +200,23 @@ async def test_a_stream_that_breaks_off_counts_as_failed(fake: FakeOpenAI, url: 
     assert not timeline.is_complete
 
 
+@pytest.mark.parametrize(("ends", "is_complete"), [("finish", True), ("done", True), ("neither", False)])
+async def test_a_stream_is_complete_once_it_says_why_it_ended(
+    fake: FakeOpenAI, url: str, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, ends: str, is_complete: bool
+) -> None:
+    async def stream(*args: object) -> AsyncIterator[str]:
+        yield event(choices=[{"index": 0, "delta": {"content": "w"}}])
+        if ends == "finish":
+            yield event(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}])
+        elif ends == "done":
+            yield "data: [DONE]\n\n"
+
+    monkeypatch.setattr(fake, "stream", stream)
+    timeline = await send(client, Contender("c", url, "fake"), due())
+    assert timeline.is_complete is is_complete
+    assert timeline.error == ("" if is_complete else "the stream ended before its last token")
+
+
 async def test_a_server_that_is_not_there_counts_as_failed(client: httpx.AsyncClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
