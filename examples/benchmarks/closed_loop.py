@@ -85,6 +85,7 @@ def figures(timelines: list[RequestTimeline], duration_s: float) -> dict[str, fl
 
 def main(
     server: Annotated[list[str], typer.Option(help="NAME=URL or NAME:MODE=URL; repeat, the first is the baseline.")],
+    rest_s: Annotated[float, typer.Option(help="Pause before each round: some servers spin on after one.")] = 3.0,
     strict: Annotated[
         list[str], typer.Option(help="A server's NAME that refuses fields which OpenAI's API lacks; repeat.")
     ] = [],  # noqa: B006
@@ -99,7 +100,7 @@ def main(
 ) -> None:
     """Compare servers at fixed concurrency."""
     shape = RequestShape(images, image_size, image_size, input_tokens, output_tokens)
-    results = asyncio.run(measure(server, strict, concurrency, rounds, requests_per_client, shape))
+    results = asyncio.run(measure(server, strict, rest_s, concurrency, rounds, requests_per_client, shape))
     table = Table(
         title=f"{images} x {image_size}x{image_size} + {input_tokens} words -> {output_tokens} tokens; medians"
     )
@@ -125,7 +126,13 @@ def main(
 
 
 async def measure(
-    labels: list[str], strict: list[str], concurrency: list[int], rounds: int, per_client: int, shape: RequestShape
+    labels: list[str],
+    strict: list[str],
+    rest_s: float,
+    concurrency: list[int],
+    rounds: int,
+    per_client: int,
+    shape: RequestShape,
 ):
     contenders = [await _contender(label) for label in labels]
     if unknown := set(strict) - {contender.name.partition(":")[0] for contender in contenders}:
@@ -138,6 +145,7 @@ async def measure(
     plan = [(clients, number) for clients in concurrency for number in range(rounds)]
     for clients, number in track(plan, description="rounds"):
         for server in servers:
+            await asyncio.sleep(rest_s)
             timelines, duration_s = await run_round(server, shape, clients, clients * per_client, salt=run + number + 1)
             results.setdefault((server.contender.name, clients), []).append(figures(timelines, duration_s))
     return results
