@@ -469,8 +469,8 @@ class ModelFamily(Protocol):
         """Return positions for ``request.prompt_token_ids``."""
         ...
 
-    def load_encoder(self, *, dtype: str, device: str = "cpu") -> Encoder:
-        """Read the vision tower only."""
+    def load_encoder(self, *, dtype: str, device: str = "cpu", kernels: Any = None) -> Encoder:
+        """Read the vision tower only. ``kernels``, if given, are ``epd.engine.native``'s, to be used where they fit."""
         ...
 
     def load_language_model(self, *, dtype: str, device: str = "cpu") -> LanguageModel:

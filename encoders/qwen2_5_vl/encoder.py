@@ -15,7 +15,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from encoders.checkpoint import load_parts, weight_bytes
+from encoders.qwen2_5_vl.fused_tower import can_fuse_blocks, fuse_blocks
 from encoders.qwen2_5_vl.processor import Patchifier, PatchSettings
+from epd.engine.native import Kernels
 from epd.engine.packing import can_pack, pack_linears
 from epd.errors import MediaError
 from epd.types import Embedding, MediaItem, MediaLayout, Modality
@@ -51,9 +53,19 @@ class Qwen2_5_VLEncoder:
     """A vision tower; implements ``Encoder``."""
 
     def __init__(
-        self, rule: LayoutRule, directory: Path, settings: PatchSettings, *, dtype: str, device: str = "cpu"
+        self,
+        rule: LayoutRule,
+        directory: Path,
+        settings: PatchSettings,
+        *,
+        dtype: str,
+        device: str = "cpu",
+        kernels: Kernels | None = None,
     ) -> None:
-        """Read the tower's weights, and no others. Raises ``ConfigError`` if the checkpoint lacks some."""
+        """Read the tower's weights, and no others. Raises ``ConfigError`` if the checkpoint lacks some.
+
+        ``kernels``, if given, are the engine's for ``dtype`` on the CPU; torch's do what they cannot.
+        """
         self._rule = rule
         self._device = device
         self._patchifier = Patchifier(settings)
@@ -65,6 +77,8 @@ class Qwen2_5_VLEncoder:
         self._tower.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config)
         load_parts(self._tower, directory, _TOWER_PREFIXES, dtype=getattr(torch, dtype), device=device)
         self.weight_bytes = weight_bytes(self._tower)
+        if kernels is not None and can_fuse_blocks(self._tower, kernels):
+            fuse_blocks(self._tower, kernels)
         if can_pack(getattr(torch, dtype), device):
             pack_linears(self._tower)
         if dtype != "float32":

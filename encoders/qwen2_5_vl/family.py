@@ -30,6 +30,8 @@ from epd.types import (
 )
 
 if TYPE_CHECKING:
+    from epd.engine.native import Kernels
+
     Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 LOW_DETAIL_TOKENS = 256
@@ -215,11 +217,12 @@ class Qwen2_5_VLFamily:
         gap_s = max(((time_s - first_s) / count for count, time_s in enumerate(later_s, start=1)), default=0.0)
         return self._processor.patches.temporal_patch_size * gap_s
 
-    def load_encoder(self, *, dtype: str, device: str = "cpu") -> Encoder:
+    def load_encoder(self, *, dtype: str, device: str = "cpu", kernels: Kernels | None = None) -> Encoder:
         """Read the vision tower only."""
         from encoders.qwen2_5_vl.encoder import Qwen2_5_VLEncoder
 
-        return Qwen2_5_VLEncoder(self, self._directory, self._processor.patches, dtype=dtype, device=device)
+        patches = self._processor.patches
+        return Qwen2_5_VLEncoder(self, self._directory, patches, dtype=dtype, device=device, kernels=kernels)
 
     def load_language_model(self, *, dtype: str, device: str = "cpu") -> LanguageModel:
         """Read the language model only."""

@@ -30,8 +30,10 @@ def prepare(config: EngineConfig) -> None:
 
 
 def load_encoder(replica_id: str, family: ModelFamily, dtype: str, config: EngineConfig) -> Encoder:
+    """Load the vision tower. Raises ``ConfigError`` for kernels that are asked for and cannot be had."""
     with phase(replica_id, "loading the encoder"):
-        return family.load_encoder(dtype=dtype, device=config.device)
+        kernels = load_kernels(getattr(torch, dtype), config)
+        return family.load_encoder(dtype=dtype, device=config.device, kernels=kernels)
 
 
 @dataclass(frozen=True, slots=True)

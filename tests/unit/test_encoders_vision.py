@@ -18,6 +18,7 @@ from PIL import Image
 
 from encoders import resolve_family
 from epd.config import ModelConfig
+from epd.engine.native import load_kernels
 from epd.errors import MediaError
 from epd.types import MediaItem, Modality, PlaceholderRange
 
@@ -32,9 +33,13 @@ def family(tiny_qwen_dir: Path) -> Any:
     return resolve_family(ModelConfig(source=str(tiny_qwen_dir)))
 
 
-@pytest.fixture(scope="module")
-def encoder(family: Any) -> Any:
-    return family.load_encoder(dtype="float32")
+@pytest.fixture(scope="module", params=["torch", "native"])
+def encoder(family: Any, request: pytest.FixtureRequest) -> Any:
+    """The tower on transformers' own blocks, and on the engine's kernels."""
+    kernels = load_kernels(torch.float32) if request.param == "native" else None
+    if request.param == "native" and kernels is None:
+        pytest.skip("there is no C++ compiler here")
+    return family.load_encoder(dtype="float32", kernels=kernels)
 
 
 @pytest.fixture(scope="module")

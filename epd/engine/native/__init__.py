@@ -34,42 +34,43 @@ MAX_HEAD_DIM = 512
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+def ctypes_fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Return fields of one kind for a ``ctypes.Structure``."""
     return tuple((name, kind) for name in names.split())
 
 
 class _Chunk(ctypes.Structure):
-    _fields_ = (*_fields(ctypes.c_int64, "first_row num_tokens context_len"), ("table", ctypes.c_void_p))
+    _fields_ = (*ctypes_fields(ctypes.c_int64, "first_row num_tokens context_len"), ("table", ctypes.c_void_p))
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
         ("kv", ctypes.c_void_p),
-        *_fields(ctypes.c_int64, "block_stride layer_stride side_stride token_stride block_size"),
-        *_fields(ctypes.c_void_p, "slot_blocks slot_offsets"),
-        *_fields(ctypes.c_int64, "num_tokens num_decodes"),
-        *_fields(ctypes.c_void_p, "decode_tables decode_lens"),
-        *_fields(ctypes.c_int64, "max_blocks num_chunks"),
+        *ctypes_fields(ctypes.c_int64, "block_stride layer_stride side_stride token_stride block_size"),
+        *ctypes_fields(ctypes.c_void_p, "slot_blocks slot_offsets"),
+        *ctypes_fields(ctypes.c_int64, "num_tokens num_decodes"),
+        *ctypes_fields(ctypes.c_void_p, "decode_tables decode_lens"),
+        *ctypes_fields(ctypes.c_int64, "max_blocks num_chunks"),
         ("chunks", ctypes.c_void_p),
         ("num_threads", ctypes.c_int64),
     )
 
 
 class _Heads(ctypes.Structure):
-    _fields_ = (*_fields(ctypes.c_int64, "num_heads num_kv_heads head_dim"), ("scale", ctypes.c_float))
+    _fields_ = (*ctypes_fields(ctypes.c_int64, "num_heads num_kv_heads head_dim"), ("scale", ctypes.c_float))
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = ctypes_fields(
         ctypes.c_void_p, "input_norm qkv qkv_bias query_norm key_norm output output_bias post_norm gate_up down"
     )
 
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
-        *_fields(ctypes.c_void_p, "layers final_norm"),
-        *_fields(ctypes.c_int64, "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"),
-        *_fields(ctypes.c_float, "epsilon scale"),
+        *ctypes_fields(ctypes.c_void_p, "layers final_norm"),
+        *ctypes_fields(ctypes.c_int64, "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim"),
+        *ctypes_fields(ctypes.c_float, "epsilon scale"),
     )
 
 
@@ -159,6 +160,7 @@ class Kernels:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._attend = _function(library, "attend", dtype, [pointer, pointer, count, pointer, pointer])
         self.run_decoder = _function(library, "decoder", dtype, [pointer] * 6)
+        self.run_tower_block = _function(library, "tower_block", dtype, [pointer] * 5)
         self._linear = _function(library, "linear", dtype, [pointer] * 3 + [count] * 4)
 
     def can_attend(self, head_dim: int) -> bool:

@@ -214,8 +214,9 @@ void attend_rows(const T* query, int64_t stride, int64_t rows, const PackedKeys<
     }
 }
 
-// Tokens [first_token, first_token + num_tokens) of a chunk and one KV head. `query` and `out` are rows of the step.
-template <typename T>
+// Tokens [first_token, first_token + num_tokens) of a chunk and one KV head. `query` and `out` are rows of the step. A
+// token sees those up to itself, or, if not IsCausal, the whole context.
+template <typename T, bool IsCausal>
 void attend_tile(const T* query, int64_t query_stride, const T* kv, const Chunk& chunk, int64_t first_token,
                  int64_t num_tokens, int64_t kv_head, const Step& step, const Heads& heads, T* out) {
     const int64_t dim = heads.head_dim, group = heads.num_heads / heads.num_kv_heads;
@@ -230,7 +231,8 @@ void attend_tile(const T* query, int64_t query_stride, const T* kv, const Chunk&
     std::fill(top, top + num_rows, -std::numeric_limits<float>::max());
 
     const int64_t num_before = chunk.context_len - chunk.num_tokens + first_token;  // tokens before the tile's first
-    const int64_t first_row = chunk.first_row + first_token, num_keys = num_before + num_tokens;
+    const int64_t first_row = chunk.first_row + first_token;
+    const int64_t num_keys = IsCausal ? num_before + num_tokens : chunk.context_len;
     for (int64_t start = 0; start < num_keys; start += kKeys) {
         packed.pack(kv + kv_head * dim, chunk.table, start, std::min(kKeys, num_keys - start), step);
         for (int64_t g = 0; g < group; ++g) {
@@ -238,8 +240,8 @@ void attend_tile(const T* query, int64_t query_stride, const T* kv, const Chunk&
             for (int64_t token = 0; token < num_tokens;) {
                 const int64_t rows = tile_rows(num_tokens - token), state_row = g * num_tokens + token;
                 attend_rows(head + token * query_stride, query_stride, rows, packed,
-                            [&](int64_t row) { return num_before + token + row + 1 - start; }, heads.scale,
-                            top + state_row, total + state_row, acc + state_row * dim);
+                            [&](int64_t row) { return (IsCausal ? num_before + token + row + 1 : num_keys) - start; },
+                            heads.scale, top + state_row, total + state_row, acc + state_row * dim);
                 token += rows;
             }
         }
@@ -289,8 +291,9 @@ void attend_step(const Step& step, int64_t layer, const T* query, int64_t query_
         // The last tiles of a chunk see the most keys: they go first, so that no thread is left with one at the end.
         const int64_t num_tiles = (chunk->num_tokens + kTileTokens - 1) / kTileTokens;
         const int64_t first_token = (num_tiles - 1 - task / heads.num_kv_heads) * kTileTokens;
-        attend_tile(query, query_stride, kv, *chunk, first_token,
-                    std::min(kTileTokens, chunk->num_tokens - first_token), task % heads.num_kv_heads, step, heads, out);
+        attend_tile<T, true>(query, query_stride, kv, *chunk, first_token,
+                             std::min(kTileTokens, chunk->num_tokens - first_token), task % heads.num_kv_heads, step, heads,
+                             out);
     });
 }
 

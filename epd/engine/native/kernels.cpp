@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "matmul.h"
 #include "numbers.h"
+#include "tower.h"
 
 namespace {
 
@@ -29,6 +30,10 @@ void attend(const T* query, const Step& step, int64_t layer, const Heads& heads,
         Forward<T>(*model, *step, static_cast<const T*>(hidden), static_cast<const T*>(cos),                          \
                    static_cast<const T*>(sin), static_cast<T*>(out))                                                  \
             .run();                                                                                                   \
+    }                                                                                                                 \
+    extern "C" void epd_tower_block_##NAME(const Block* block, const Segments* segments, void* hidden,                \
+                                           const float* cos, const float* sin) {                                      \
+        BlockForward<T>(*block, *segments, static_cast<T*>(hidden), cos, sin).run();                                  \
     }                                                                                                                 \
     extern "C" void epd_linear_##NAME(const void* input, const void* weights, void* out, int64_t num_rows,            \
                                       int64_t num_inputs, int64_t num_outputs, int64_t num_threads) {                 \
