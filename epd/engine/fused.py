@@ -71,9 +71,16 @@ class FusedDecoder:
         return self._kernels.linear(hidden.contiguous(), self._head_panels, self._head.out_features)
 
 
+KINDS = frozenset(
+    f"{family}DecoderLayer" for family in ("Llama", "Qwen2", "Qwen2VL", "Qwen2_5_VL", "Qwen3", "Qwen3VLText")
+)
+"""Layers of ``transformers`` whose arithmetic is known to be that of ``FusedDecoder``. A list, because what else a
+layer does (multipliers, other norms, windows) cannot be seen from its parts."""
+
+
 def can_fuse(model: Any, head: torch.nn.Linear) -> bool:
     """Whether all layers of a model of ``transformers`` are of the kind that ``FusedDecoder`` computes."""
-    return head.bias is None and all(_is_fusable(layer) for layer in model.layers)
+    return head.bias is None and all(type(layer).__name__ in KINDS and _is_fusable(layer) for layer in model.layers)
 
 
 def _is_fusable(layer: Any) -> bool:
