@@ -144,6 +144,46 @@ void decode_sequence(const T* query, const T* kv, const int64_t* table, int64_t 
 constexpr int64_t kKeys = 64;        // keys that are packed at a time: two panels
 constexpr int64_t kTileTokens = 48;  // new tokens that share a packing
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define EPD_PACKS_WITH_VECTORS
+// Writes dword d of 16 rows side by side, for 16 dwords: to[d * stride] is a vector of 16. Rows past `count` are zero.
+inline void transpose_dwords(const BFloat16* const* rows, int64_t count, uint32_t* to, int64_t stride) {
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; ++i) r[i] = i < count ? _mm512_loadu_si512(rows[i]) : _mm512_setzero_si512();
+    for (int i = 0; i < 8; ++i) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    // r[4 * i + j]: in lane L, dword 4 * L + j of rows 4 * i to 4 * i + 3.
+    for (int i = 0; i < 4; ++i)
+        for (int half = 0; half < 2; ++half) {
+            r[4 * i + 2 * half] = _mm512_unpacklo_epi64(t[4 * i + half], t[4 * i + 2 + half]);
+            r[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(t[4 * i + half], t[4 * i + 2 + half]);
+        }
+    for (int j = 0; j < 4; ++j) {
+        const __m512i even_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xDD);
+        const __m512i even_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+        const __m512i odd_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xDD);
+        _mm512_storeu_si512(to + j * stride, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
+        _mm512_storeu_si512(to + (4 + j) * stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+        _mm512_storeu_si512(to + (8 + j) * stride, _mm512_shuffle_i32x4(even_low, even_high, 0xDD));
+        _mm512_storeu_si512(to + (12 + j) * stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD));
+    }
+}
+
+// Writes 32 numbers of two rows alternately; a row that is null is zero.
+inline void interleave_words(const BFloat16* first, const BFloat16* second, BFloat16* to) {
+    alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i a = first ? _mm512_loadu_si512(first) : _mm512_setzero_si512();
+    const __m512i b = second ? _mm512_loadu_si512(second) : _mm512_setzero_si512();
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, high, b));
+}
+#endif
+
 // Up to 64 keys and values of one head, as panels for matmul.h. What lies beyond `count` is zero.
 template <typename T>
 struct PackedKeys {
@@ -158,15 +198,30 @@ struct PackedKeys {
         values.resize(num_value_panels * kPanel * kKeys);
     }
 
+    static const T* key_at(const T* kv, const int64_t* table, int64_t token, const Step& step) {
+        return kv + table[token / step.block_size] * step.block_stride + (token % step.block_size) * step.token_stride;
+    }
+
+    // Whether `pack` takes some instructions a key, so that it pays for the few rows of a decode.
+    static constexpr bool packs_fast(int64_t head_dim) {
+#ifdef EPD_PACKS_WITH_VECTORS
+        return sizeof(T) == 2 && head_dim % kPanel == 0;
+#else
+        return head_dim < 0;
+#endif
+    }
+
     void pack(const T* kv, const int64_t* table, int64_t start, int64_t count, const Step& step) {
+#ifdef EPD_PACKS_WITH_VECTORS
+        if constexpr (sizeof(T) == 2)
+            if (packs_fast(dim)) return pack_vectors(kv, table, start, count, step);
+#endif
         if (count < kKeys) {
             std::memset(static_cast<void*>(keys.data()), 0, keys.size() * sizeof(T));
             std::memset(static_cast<void*>(values.data()), 0, values.size() * sizeof(T));
         }
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t token = start + i;
-            const T* key = kv + table[token / step.block_size] * step.block_stride +
-                           (token % step.block_size) * step.token_stride;
+            const T* key = key_at(kv, table, start + i, step);
             T* column = keys.data() + (i / kPanel) * kPanel * dim + (i % kPanel) * tuple;
             for (int64_t d = 0; d < dim; d += tuple) std::memcpy(column + d * kPanel, key + d, tuple * sizeof(T));
             const T* value = key + step.side_stride;
@@ -178,6 +233,27 @@ struct PackedKeys {
             }
         }
     }
+
+#ifdef EPD_PACKS_WITH_VECTORS
+    void pack_vectors(const T* kv, const int64_t* table, int64_t start, int64_t count, const Step& step) {
+        const T* rows[kKeys] = {};
+        for (int64_t i = 0; i < count; ++i) rows[i] = key_at(kv, table, start + i, step);
+        for (int64_t first = 0; first < kKeys; first += 16) {
+            uint32_t* column = reinterpret_cast<uint32_t*>(keys.data()) + (first / kPanel) * kPanel * (dim / 2) + first % kPanel;
+            for (int64_t d = 0; d < dim; d += 32) {
+                const T* shifted[16];
+                for (int64_t i = 0; i < 16; ++i) shifted[i] = rows[first + i] + d;
+                transpose_dwords(shifted, count - first, column + (d / 2) * kPanel, kPanel);
+            }
+        }
+        for (int64_t i = 0; i < kKeys; i += 2)
+            for (int64_t panel = 0; panel < num_value_panels; ++panel) {
+                const int64_t shift = step.side_stride + panel * kPanel;
+                interleave_words(i < count ? rows[i] + shift : nullptr, i + 1 < count ? rows[i + 1] + shift : nullptr,
+                                 values.data() + panel * kPanel * kKeys + i * kPanel);
+            }
+    }
+#endif
 };
 
 // Online softmax and its product with V, for one query head and up to kMaxTile tokens against packed keys.
@@ -212,6 +288,43 @@ void attend_rows(const T* query, int64_t stride, int64_t rows, const PackedKeys<
             for (int64_t d = 0; d < width; ++d) target[d] = target[d] * decay[r] + half[r * kPanel + d];
         }
     }
+}
+
+// One sequence's new token, KV heads [first_head, last_head), by the matrix product: the query heads of a group are its
+// rows. As `decode_sequence`, where packing is fast.
+template <typename T>
+void decode_packed(const T* query, const T* kv, const int64_t* table, int64_t context_len, int64_t first_head,
+                   int64_t last_head, const Step& step, const Heads& heads, T* out) {
+    const int64_t dim = heads.head_dim, group = heads.num_heads / heads.num_kv_heads;
+    const int64_t num_rows = (last_head - first_head) * group;
+    thread_local std::vector<float> state;
+    thread_local PackedKeys<T> packed;
+    packed.reserve(dim);
+    state.assign(num_rows * (dim + 2), 0.0f);
+    float* acc = state.data();  // [num_rows, dim]
+    float* total = acc + num_rows * dim;
+    float* top = total + num_rows;
+    std::fill(top, top + num_rows, -std::numeric_limits<float>::max());
+    for (int64_t start = 0; start < context_len; start += kKeys) {
+        const int64_t count = std::min(kKeys, context_len - start);
+        for (int64_t next = start + kKeys; next < std::min(start + 2 * kKeys, context_len); ++next) {
+            const T* keys = PackedKeys<T>::key_at(kv, table, next, step) + first_head * dim;
+            prefetch_rows(keys, (last_head - first_head) * dim);
+            prefetch_rows(keys + step.side_stride, (last_head - first_head) * dim);
+        }
+        for (int64_t head = first_head; head < last_head; ++head) {
+            packed.pack(kv + head * dim, table, start, count, step);
+            for (int64_t row = 0; row < group;) {
+                const int64_t rows = tile_rows(group - row), first = (head - first_head) * group + row;
+                attend_rows(query + (head * group + row) * dim, dim, rows, packed, [&](int64_t) { return count; },
+                            heads.scale, top + first, total + first, acc + first * dim);
+                row += rows;
+            }
+        }
+    }
+    T* target = out + first_head * group * dim;
+    for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t d = 0; d < dim; ++d) narrow(acc[row * dim + d] / total[row], &target[row * dim + d]);
 }
 
 // Tokens [first_token, first_token + num_tokens) of a chunk and one KV head. `query` and `out` are rows of the step. A
@@ -275,6 +388,8 @@ void attend_step(const Step& step, int64_t layer, const T* query, int64_t query_
             const int64_t *table = step.decode_tables + seq * step.max_blocks, length = step.decode_lens[seq];
             const T* q = query + seq * query_stride;
             T* o = out + seq * row_size;
+            if (PackedKeys<T>::packs_fast(heads.head_dim))
+                return decode_packed(q, kv, table, length, first, last, step, heads, o);
             switch (heads.head_dim) {
                 case 64: return decode_sequence<T, 64>(q, kv, table, length, first, last, step, heads, o);
                 case 128: return decode_sequence<T, 128>(q, kv, table, length, first, last, step, heads, o);
