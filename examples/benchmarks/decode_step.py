@@ -2,9 +2,14 @@
 
     python examples/benchmarks/decode_step.py MODEL_DIR --dtype bfloat16 --threads 1
 
-The floor of a step is the time to stream the language model's weights through ``F.linear`` (measured here, at the same
-batch size, from plain and from packed layouts) plus the KV bytes at the bandwidth of a plain read. Everything in one
-process and one run; medians of steps.
+What a step is held against, all measured in the same process and run:
+
+* the time to stream the language model's weights through ``F.linear`` at the same batch size, and through oneDNN's
+  packed layout, plus the KV bytes at the bandwidth of a plain read;
+* the machine's own floor: all bytes at the bandwidth of a plain read, or all arithmetic at the speed of a large matrix
+  product, whichever takes longer.
+
+One more sequence in a batch costs at least its KV bytes at that bandwidth plus its arithmetic at that speed.
 """
 
 from __future__ import annotations
@@ -56,6 +61,23 @@ def read_bandwidth() -> float:
     return data.nbytes / median_s(data.sum)
 
 
+def peak_flops(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large matrix product."""
+    rows, width = 1024, 2048
+    inputs, weight = torch.randn(rows, width).to(dtype), torch.randn(width, width).to(dtype)
+    with torch.inference_mode():
+        return 2 * rows * width * width / median_s(lambda: torch.nn.functional.linear(inputs, weight))
+
+
+def flops_per_token(model: LanguageModel, context: int) -> float:
+    """Operations of one decoded token: two for each weight, and for each context token a dot product with K and V.
+
+    Query heads are counted as filling the hidden size.
+    """
+    num_weights = model.weight_bytes / model.kv_spec.itemsize_bytes
+    return 2 * num_weights + 4 * context * model.hidden_size * model.kv_spec.num_layers
+
+
 def step_times(engine: Engine, family, batch: int, context: int, steps: int) -> tuple[float, float]:
     """Median seconds of a decode step, and of its part outside of the model's forward pass."""
     for index in range(batch):
@@ -85,6 +107,40 @@ def step_times(engine: Engine, family, batch: int, context: int, steps: int) -> 
     return statistics.median(whole), statistics.median(w - i for w, i in zip(whole, inside, strict=True))
 
 
+def show(rows: list[dict[str, float]], title: str, read: float, peak: float, kv_bytes: int, flops: float) -> None:
+    table = Table(title=title)
+    for name in (
+        "batch",
+        "step ms",
+        "F.linear ms",
+        "packed ms",
+        "machine's floor ms",
+        "floor / step",
+        "outside forward",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['batch']:.0f}",
+            f"{row['step_ms']:.1f}",
+            f"{row['floor_plain_ms']:.1f}",
+            f"{row['floor_packed_ms']:.1f}",
+            f"{row['floor_machine_ms']:.1f}",
+            f"{row['floor_machine_ms'] / row['step_ms']:.0%}",
+            f"{row['outside_forward']:.1%}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"plain read {read / 1e9:.1f} GB/s, matrix product {peak / 1e9:.0f} GFLOP/s")
+    by_batch = {row["batch"]: row["step_ms"] for row in rows}
+    if {8, 32} <= by_batch.keys():
+        marginal_ms, bound_ms = (by_batch[32] - by_batch[8]) / 24, (kv_bytes / read + flops / peak) * 1000
+        console.print(
+            f"one more sequence, batch 8 to 32: {marginal_ms:.2f} ms, {marginal_ms / bound_ms:.2f} of its bytes and "
+            f"arithmetic ({bound_ms:.2f} ms)"
+        )
+
+
 def main(
     model: Annotated[str, typer.Argument(help="Checkpoint directory.")],
     dtype: str = "bfloat16",
@@ -102,10 +158,12 @@ def main(
     language_model = family.load_language_model(dtype=dtype)
     spec = language_model.kv_spec
     config = EngineConfig(max_num_batched_tokens=2048, enable_prefix_cache=False, compile=compile)
-    num_blocks = max(batch) * (context + 4 * steps + 32) // config.block_size + 64
-    cache = allocate_kv_cache(spec, block_size=config.block_size, num_blocks=num_blocks, model_fingerprint="bench")
+    num_blocks = max(batch) * (context + 4 * steps + 32) // config.kv_block_size + 64
+    cache = allocate_kv_cache(spec, block_size=config.kv_block_size, num_blocks=num_blocks, model_fingerprint="bench")
     engine = Engine(language_model, cache, config)
-    read = read_bandwidth()
+    read, peak = read_bandwidth(), peak_flops(torch_dtype)
+    flops = flops_per_token(language_model, context)
+    kv_bytes = context * spec.bytes_per_token
     rows = []
     for size in batch:
         step_s, outside_s = step_times(engine, family, size, context, steps)
@@ -113,7 +171,8 @@ def main(
         packed = (
             linear_bandwidth(language_model, size, torch_dtype, packed=True) if can_pack(torch_dtype, "cpu") else plain
         )
-        kv_s = size * context * spec.bytes_per_token / read
+        kv_s = size * kv_bytes / read
+        machine_s = max((language_model.weight_bytes + size * kv_bytes) / read, size * flops / peak)
         rows.append(
             {
                 "batch": size,
@@ -121,24 +180,14 @@ def main(
                 "outside_forward": outside_s / step_s,
                 "floor_plain_ms": (language_model.weight_bytes / plain + kv_s) * 1000,
                 "floor_packed_ms": (language_model.weight_bytes / packed + kv_s) * 1000,
+                "floor_machine_ms": machine_s * 1000,
                 "linear_gb_s": plain / 1e9,
                 "packed_gb_s": packed / 1e9,
                 "read_gb_s": read / 1e9,
+                "peak_gflop_s": peak / 1e9,
             }
         )
-    table = Table(title=f"{dtype}, {threads} thread(s), context {context}")
-    for name in ("batch", "step ms", "floor, F.linear", "floor, packed", "of packed floor", "outside forward"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["batch"]),
-            f"{row['step_ms']:.1f}",
-            f"{row['floor_plain_ms']:.1f} ({row['linear_gb_s']:.1f} GB/s)",
-            f"{row['floor_packed_ms']:.1f} ({row['packed_gb_s']:.1f} GB/s)",
-            f"{row['floor_packed_ms'] / row['step_ms']:.0%}",
-            f"{row['outside_forward']:.1%}",
-        )
-    Console().print(table)
+    show(rows, f"{dtype}, {threads} thread(s), context {context}", read, peak, kv_bytes, flops)
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
 
