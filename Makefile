@@ -29,7 +29,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or gpu" tests
+	$(BIN)/python -m pytest -m "slow or gpu" -o faulthandler_timeout=7200 tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
