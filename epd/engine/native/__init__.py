@@ -19,14 +19,12 @@ from epd.cache.kv_cache import KVCache
 from epd.engine.native.build import has_compiler, load_library
 
 __all__ = [
-    "DecodeKernel",
     "DecoderShape",
     "Kernels",
     "LayerWeights",
     "NativeDecoder",
     "NativeStep",
     "has_compiler",
-    "load_decode_kernel",
     "load_kernels",
 ]
 
@@ -230,10 +228,6 @@ def load_kernels(dtype: torch.dtype) -> Kernels | None:
         return None
     library = load_library()
     return None if library is None else Kernels(library, dtype)
-
-
-DecodeKernel = Kernels
-load_decode_kernel = load_kernels
 
 
 def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype, argtypes: list[Any]) -> Any:

@@ -1,9 +1,10 @@
 // Attention over a paged KV cache on the CPU: K and V are read in place, once.
 //
-// A gather followed by a dense kernel moves every K and V byte three times. Decodes (one new token a sequence) are bound
-// by reading K and V: the query heads of a group share each row while it is in registers. Chunks of a prompt are bound
-// by arithmetic: 64 keys at a time are packed for the matrix product that the layers use, and serve all query heads of
-// their group. Softmax runs online over blocks (Milakov & Gimelshein, 2018), as in FlashAttention (Dao et al., 2022).
+// A gather followed by a dense kernel moves every K and V byte three times. Decodes (one new token a sequence) are
+// bound by reading K and V: the query heads of a group share each row while it is near. Chunks of a prompt are bound by
+// arithmetic: 64 keys at a time are packed for the matrix product that the layers use, and serve all query heads of
+// their group; where packing is a matter of vector shuffles, decodes go that way too. Softmax runs online over blocks
+// (Milakov & Gimelshein, 2018), as in FlashAttention (Dao et al., 2022).
 //
 // Layout of one layer: K of token t in block b at kv + b * block_stride + t * token_stride + head * head_dim, and V at
 // side_stride after it. All strides count elements.
@@ -102,11 +103,11 @@ void decode_sequence(const T* query, const T* kv, const int64_t* table, int64_t 
     const int64_t first_row = first_head * group, num_rows = (last_head - first_head) * group;
     thread_local std::vector<float> scratch;
     scratch.resize(num_rows * (2 * dim + 2 + block_size) + block_size * dim);
-    float* q = scratch.data();              // [num_rows, dim], scaled
-    float* acc = q + num_rows * dim;        // [num_rows, dim]
-    float* top = acc + num_rows * dim;      // [num_rows]
-    float* total = top + num_rows;          // [num_rows]
-    float* scores = total + num_rows;       // [num_rows, block_size]
+    float* q = scratch.data();                     // [num_rows, dim], scaled
+    float* acc = q + num_rows * dim;               // [num_rows, dim]
+    float* top = acc + num_rows * dim;             // [num_rows]
+    float* total = top + num_rows;                 // [num_rows]
+    float* scores = total + num_rows;              // [num_rows, block_size]
     float* rows = scores + num_rows * block_size;  // [block_size, dim]: K or V of a block and head, widened
 
     for (int64_t i = 0; i < num_rows * dim; ++i) {
@@ -128,8 +129,7 @@ void decode_sequence(const T* query, const T* kv, const int64_t* table, int64_t 
             const T* keys = block + head * dim;
             const int64_t base = (head - first_head) * group;
             widen_rows(keys, step.token_stride, count, dim, rows);
-            for (int64_t h = base; h < base + group; ++h)
-                score(q + h * dim, rows, count, dim, scores + h * block_size);
+            for (int64_t h = base; h < base + group; ++h) score(q + h * dim, rows, count, dim, scores + h * block_size);
             widen_rows(keys + step.side_stride, step.token_stride, count, dim, rows);
             for (int64_t h = base; h < base + group; ++h) {
                 const float decay = weigh(scores + h * block_size, count, top + h, total + h);
@@ -239,7 +239,8 @@ struct PackedKeys {
         const T* rows[kKeys] = {};
         for (int64_t i = 0; i < count; ++i) rows[i] = key_at(kv, table, start + i, step);
         for (int64_t first = 0; first < kKeys; first += 16) {
-            uint32_t* column = reinterpret_cast<uint32_t*>(keys.data()) + (first / kPanel) * kPanel * (dim / 2) + first % kPanel;
+            uint32_t* column =
+                reinterpret_cast<uint32_t*>(keys.data()) + (first / kPanel) * kPanel * (dim / 2) + first % kPanel;
             for (int64_t d = 0; d < dim; d += 32) {
                 const T* shifted[16];
                 for (int64_t i = 0; i < 16; ++i) shifted[i] = rows[first + i] + d;
@@ -316,8 +317,9 @@ void decode_packed(const T* query, const T* kv, const int64_t* table, int64_t co
             packed.pack(kv + head * dim, table, start, count, step);
             for (int64_t row = 0; row < group;) {
                 const int64_t rows = tile_rows(group - row), first = (head - first_head) * group + row;
-                attend_rows(query + (head * group + row) * dim, dim, rows, packed, [&](int64_t) { return count; },
-                            heads.scale, top + first, total + first, acc + first * dim);
+                attend_rows(
+                    query + (head * group + row) * dim, dim, rows, packed, [&](int64_t) { return count; }, heads.scale,
+                    top + first, total + first, acc + first * dim);
                 row += rows;
             }
         }
@@ -338,7 +340,7 @@ void attend_tile(const T* query, int64_t query_stride, const T* kv, const Chunk&
     thread_local PackedKeys<T> packed;
     state.assign(num_rows * (dim + 2), 0.0f);
     packed.reserve(dim);
-    float* acc = state.data();          // [group, num_tokens, dim]
+    float* acc = state.data();  // [group, num_tokens, dim]
     float* total = acc + num_rows * dim;
     float* top = total + num_rows;
     std::fill(top, top + num_rows, -std::numeric_limits<float>::max());
@@ -352,9 +354,10 @@ void attend_tile(const T* query, int64_t query_stride, const T* kv, const Chunk&
             const T* head = query + first_row * query_stride + (kv_head * group + g) * dim;
             for (int64_t token = 0; token < num_tokens;) {
                 const int64_t rows = tile_rows(num_tokens - token), state_row = g * num_tokens + token;
-                attend_rows(head + token * query_stride, query_stride, rows, packed,
-                            [&](int64_t row) { return (IsCausal ? num_before + token + row + 1 : num_keys) - start; },
-                            heads.scale, top + state_row, total + state_row, acc + state_row * dim);
+                attend_rows(
+                    head + token * query_stride, query_stride, rows, packed,
+                    [&](int64_t row) { return (IsCausal ? num_before + token + row + 1 : num_keys) - start; },
+                    heads.scale, top + state_row, total + state_row, acc + state_row * dim);
                 token += rows;
             }
         }
@@ -407,8 +410,8 @@ void attend_step(const Step& step, int64_t layer, const T* query, int64_t query_
         const int64_t num_tiles = (chunk->num_tokens + kTileTokens - 1) / kTileTokens;
         const int64_t first_token = (num_tiles - 1 - task / heads.num_kv_heads) * kTileTokens;
         attend_tile<T, true>(query, query_stride, kv, *chunk, first_token,
-                             std::min(kTileTokens, chunk->num_tokens - first_token), task % heads.num_kv_heads, step, heads,
-                             out);
+                             std::min(kTileTokens, chunk->num_tokens - first_token), task % heads.num_kv_heads, step,
+                             heads, out);
     });
 }
 

@@ -40,7 +40,12 @@ template <typename T>
 class Forward {
   public:
     Forward(const Decoder& model, const Step& step, const T* hidden, const T* cos, const T* sin, T* out)
-        : model_(model), step_(step), cos_(cos), sin_(sin), out_(out), phases_(step.num_tokens, model.num_layers * kPhases + 1) {
+        : model_(model),
+          step_(step),
+          cos_(cos),
+          sin_(sin),
+          out_(out),
+          phases_(step.num_tokens, model.num_layers * kPhases + 1) {
         const int64_t n = step.num_tokens;
         query_size_ = model.num_heads * model.head_dim;
         kv_size_ = model.num_kv_heads * model.head_dim;
@@ -76,9 +81,8 @@ class Forward {
 #pragma omp barrier
         place(phase + 2, weights, index);
 #pragma omp barrier
-        attend_step<T>(step_, index, qkv_, qkv_size_, heads(), attended_, [&](int64_t count, const auto& work) {
-            phases_.by_pieces(phase + 3, count, work);
-        });
+        attend_step<T>(step_, index, qkv_, qkv_size_, heads(), attended_,
+                       [&](int64_t count, const auto& work) { phases_.by_pieces(phase + 3, count, work); });
 #pragma omp barrier
         const Projection<T> output(weights.output, weights.output_bias, query_size_, size);
         phases_.project_back(phase + 4, attended_, output, hidden_);

@@ -83,7 +83,8 @@ struct StepOf<BFloat16> {
 // sums[row][output] of Rows rows and one panel. Few rows split the inputs over Split sums: additions that wait for each
 // other would be slower than memory.
 template <typename T, int Rows, int Split>
-__attribute__((noinline)) void multiply_tile(const T* input, int64_t input_stride, const T* panel, int64_t num_tuples, float* out) {
+__attribute__((noinline)) void multiply_tile(const T* input, int64_t input_stride, const T* panel, int64_t num_tuples,
+                                             float* out) {
     constexpr int64_t tuple = kTuple<T>, step = kPanel * tuple;
     Vector sums[Split][Rows][2];
 #pragma GCC unroll 4
@@ -96,7 +97,8 @@ __attribute__((noinline)) void multiply_tile(const T* input, int64_t input_strid
         for (int s = 0; s < Split; ++s) {
             const typename StepOf<T>::type weights(panel + (k + s) * step);
 #pragma GCC unroll 12
-            for (int row = 0; row < Rows; ++row) weights.add(input + row * input_stride + (k + s) * tuple, sums[s][row]);
+            for (int row = 0; row < Rows; ++row)
+                weights.add(input + row * input_stride + (k + s) * tuple, sums[s][row]);
         }
     }
     for (; Split > 1 && k < num_tuples; ++k) {
@@ -123,7 +125,8 @@ inline int64_t tile_rows(int64_t left) {
 }
 
 template <typename T>
-inline void multiply_rows(int64_t rows, const T* input, int64_t stride, const T* panel, int64_t num_tuples, float* out) {
+inline void multiply_rows(int64_t rows, const T* input, int64_t stride, const T* panel, int64_t num_tuples,
+                          float* out) {
     switch (rows) {
         case 1: return multiply_tile<T, 1, 4>(input, stride, panel, num_tuples, out);
         case 2: return multiply_tile<T, 2, 2>(input, stride, panel, num_tuples, out);

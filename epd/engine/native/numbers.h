@@ -40,7 +40,8 @@ inline float rounded(float value) {
 }
 
 // exp to about 1 ulp on [-87, 88], and the end's value beyond: 2^k times a polynomial on [-ln2/2, ln2/2] (Cephes
-// coefficients). Written without branches or calls, so that a loop over it vectorizes, which one over std::exp does not.
+// coefficients). Written without branches or calls, so that a loop over it vectorizes, which one over std::exp does
+// not.
 inline float exponential(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
     const float k = std::floor(x * 1.44269504088896341f + 0.5f);
@@ -63,7 +64,8 @@ inline float exponential(float x) {
 template <typename T>
 inline void prefetch_rows(const T* rows, int64_t num_elements) {
     const char* bytes = reinterpret_cast<const char*>(rows);
-    for (int64_t i = 0; i < num_elements * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i, 0, 1);
+    for (int64_t i = 0; i < num_elements * static_cast<int64_t>(sizeof(T)); i += 64)
+        __builtin_prefetch(bytes + i, 0, 1);
 }
 
 }  // namespace epd

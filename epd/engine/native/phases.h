@@ -94,8 +94,8 @@ class Phases {
                   });
     }
 
-    // SiLU(gate) * up. The panels of `both` hold 16 outputs of each, and `num_outputs` is that of one of them; the bias,
-    // if any, is that of the gate, then that of `up`.
+    // SiLU(gate) * up. The panels of `both` hold 16 outputs of each, and `num_outputs` is that of one of them; the
+    // bias, if any, is that of the gate, then that of `up`.
     void gate(int64_t phase, const T* input, const Projection<T>& both, T* out) {
         constexpr int64_t pairs = kPanel / 2;
         const int64_t size = both.num_outputs;

@@ -11,10 +11,11 @@
 
 namespace epd {
 
-// Addresses of a block's weights. Matrices are packed (matmul.h): q, k and v as one; gate and up as one whose panels hold
-// 16 outputs of each, with one bias after the other.
+// Addresses of a block's weights. Matrices are packed (matmul.h): q, k and v as one; gate and up as one whose panels
+// hold 16 outputs of each, with one bias after the other.
 struct Block {
-    const void *first_norm, *qkv, *qkv_bias, *output, *output_bias, *second_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    const void *first_norm, *qkv, *qkv_bias, *output, *output_bias, *second_norm, *gate_up, *gate_up_bias, *down,
+        *down_bias;
     int64_t hidden_size, intermediate_size, num_heads, head_dim;
     float epsilon, scale;
 };
@@ -30,7 +31,12 @@ class BlockForward {
   public:
     // `hidden` is changed in place; `cos` and `sin` are float32 [num_rows, head_dim].
     BlockForward(const Block& block, const Segments& segments, T* hidden, const float* cos, const float* sin)
-        : block_(block), segments_(segments), hidden_(hidden), cos_(cos), sin_(sin), phases_(segments.num_rows, kPhases) {
+        : block_(block),
+          segments_(segments),
+          hidden_(hidden),
+          cos_(cos),
+          sin_(sin),
+          phases_(segments.num_rows, kPhases) {
         const int64_t n = segments.num_rows, size = block.hidden_size;
         // Kept from block to block by the calling thread: fresh pages every time would cost more than the arithmetic.
         thread_local std::vector<T> scratch;
@@ -41,7 +47,8 @@ class BlockForward {
         attended_ = qkv_ + n * 3 * size;
         gated_ = attended_ + n * size;
         for (int64_t i = 0; i < segments.num_segments; ++i)
-            for (int64_t row = segments.starts[i]; row < segments.starts[i + 1]; row += kTileRows) tiles_.push_back({i, row});
+            for (int64_t row = segments.starts[i]; row < segments.starts[i + 1]; row += kTileRows)
+                tiles_.push_back({i, row});
     }
 
     void run() {
@@ -59,7 +66,8 @@ class BlockForward {
             phases_.by_rows(2, [&](int64_t row) { turn(row); });
 #pragma omp barrier
             const int64_t num_tasks = static_cast<int64_t>(tiles_.size()) * block_.num_heads;
-            phases_.by_pieces(3, num_tasks, [&](int64_t task) { attend(task / block_.num_heads, task % block_.num_heads); });
+            phases_.by_pieces(3, num_tasks,
+                              [&](int64_t task) { attend(task / block_.num_heads, task % block_.num_heads); });
 #pragma omp barrier
             phases_.project_back(4, attended_, output, hidden_);
 #pragma omp barrier
