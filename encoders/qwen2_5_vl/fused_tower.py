@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.activations import ACT2FN
 
+from epd.engine.fused import is_silu
 from epd.engine.native import Kernels
 from epd.engine.native.tower import BlockShape, BlockWeights, NativeBlock
 from epd.engine.packing import interleave, pack_panels
@@ -26,7 +26,7 @@ def can_fuse_blocks(tower: Any, kernels: Kernels) -> bool:
     """Whether all blocks are of the kind that the kernels compute."""
     return all(
         kernels.can_attend(block.attn.head_dim)
-        and isinstance(block.mlp.act_fn, torch.nn.SiLU | type(ACT2FN["silu"]))
+        and is_silu(block.mlp.act_fn)
         and all(linear.in_features % 2 == 0 for linear in block.modules() if isinstance(linear, torch.nn.Linear))
         for block in tower.blocks
     )

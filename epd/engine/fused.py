@@ -90,17 +90,18 @@ def _is_fusable(layer: Any) -> bool:
     return (
         all(type(linear) is torch.nn.Linear and linear.in_features % 2 == 0 for linear in linears + gated)
         and all(linear.bias is None for linear in gated)
-        and isinstance(mlp.act_fn, torch.nn.SiLU | _silu_class())
+        and is_silu(mlp.act_fn)
         and getattr(attention, "sliding_window", None) is None
         and attention.head_dim % 2 == 0
         and attention.o_proj.in_features == attention.q_proj.out_features
     )
 
 
-def _silu_class() -> type[torch.nn.Module]:
+def is_silu(activation: torch.nn.Module) -> bool:
+    """Whether an activation is SiLU, as torch's module or as that of ``transformers``."""
     from transformers.activations import ACT2FN
 
-    return type(ACT2FN["silu"])
+    return isinstance(activation, torch.nn.SiLU | type(ACT2FN["silu"]))
 
 
 def _epsilon(norm: Any) -> float:

@@ -100,18 +100,12 @@ def inputs(model: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 @torch.inference_mode()
-def by_modules(model: Any, cache: KVCache, dtype: torch.dtype) -> torch.Tensor:
-    hidden, cos, sin = inputs(model, dtype)
-    paged = PagedLayers(cache, make_batch())
-    states = hidden[None]
+def by_modules(model: Any, cache: KVCache, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    hidden, cos, sin = given
+    paged, states = PagedLayers(cache, make_batch()), hidden[None]
     for layer in model.layers:
         states = layer(
-            states,
-            attention_mask=None,
-            cache=paged,
-            use_cache=True,
-            position_embeddings=(cos, sin),
-            paged=paged,
+            states, attention_mask=None, cache=paged, use_cache=True, position_embeddings=(cos, sin), paged=paged
         )
     return model.norm(states)[0].float()
 
@@ -131,7 +125,7 @@ def test_fused_layers_equal_those_of_transformers(kind: str, num_threads: int) -
     model, head = make(kind, torch.float32)
     assert can_fuse(model, head)
     caches = [make_cache(model, torch.float32) for _ in range(2)]
-    expected = by_modules(model, caches[0], torch.float32)
+    expected = by_modules(model, caches[0], inputs(model, torch.float32))
     fused = FusedDecoder(model, head, SIZES["num_key_value_heads"])
     kernels = load_kernels(torch.float32)
     assert kernels is not None
@@ -150,7 +144,7 @@ def test_fused_layers_equal_those_of_transformers(kind: str, num_threads: int) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_bfloat16_layers_are_as_exact_as_those_of_transformers(kind: str) -> None:
     model, head = make(kind, torch.bfloat16)
-    theirs = by_modules(model, make_cache(model, torch.bfloat16), torch.bfloat16)
+    theirs = by_modules(model, make_cache(model, torch.bfloat16), inputs(model, torch.bfloat16))
     fused = FusedDecoder(model, head, SIZES["num_key_value_heads"])
     kernels = load_kernels(torch.bfloat16)
     assert kernels is not None
@@ -161,20 +155,8 @@ def test_fused_bfloat16_layers_are_as_exact_as_those_of_transformers(kind: str) 
     exact_spec = KVSpec(3, exact_cache.spec.num_kv_heads, exact_cache.spec.head_dim, "float32", 4)
     widened = allocate_kv_cache(exact_spec, block_size=BLOCK_SIZE, num_blocks=20, model_fingerprint="test")
     widened.blocks.copy_(exact_cache.blocks)
-    hidden, cos, sin = inputs(model, torch.bfloat16)
-    exact_model = model.float()
-    with torch.inference_mode():
-        paged, states = PagedLayers(widened, make_batch()), hidden.float()[None]
-        for layer in exact_model.layers:
-            states = layer(
-                states,
-                attention_mask=None,
-                cache=paged,
-                use_cache=True,
-                position_embeddings=(cos.float(), sin.float()),
-                paged=paged,
-            )
-        exact = exact_model.norm(states)[0]
+    given = inputs(model, torch.bfloat16)
+    exact = by_modules(model.float(), widened, tuple(tensor.float() for tensor in given))
     assert (ours - exact).abs().mean() < 1.3 * (theirs - exact).abs().mean() + 1e-3
 
 
