@@ -291,6 +291,23 @@ Handle = EmbeddingHandle | KVHandle
 
 
 @dataclass(frozen=True, slots=True)
+class KVTarget:
+    """Reserved blocks of a decode replica that one prefill replica may write to, until the owner closes the target.
+
+    They are positions ``[first_block, first_block + num_blocks)`` of the request's block table; those before are
+    cached at the owner. ``target_id`` cannot be guessed. ``backend``, ``layout`` and ``transport`` as in ``KVHandle``.
+    """
+
+    target_id: str
+    owner: str
+    backend: str
+    layout: str
+    first_block: int
+    num_blocks: int
+    transport: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """Start a leg from the prompt: an embedding handle for each media item, or ``None`` to encode that item here."""
 

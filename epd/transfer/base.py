@@ -12,7 +12,21 @@ whoever holds the handle ``fetch``es into its own memory; the owner frees on ``r
 
 A one-sided read can complete with *new* bytes after the owner reused the memory. Therefore a fetch that returns has
 proven, after its last byte arrived, that the lease still held; otherwise it raises ``HandleExpiredError`` and what it
-wrote does not count. Connectors know nothing of requests, schedulers or Ray.
+wrote does not count.
+
+KV blocks can also be **pushed** while later ones are still computed, by a connector that ``supports_push``:
+
+    decode replica (owns the target)         prefill replica (writes)
+    ────────────────────────────────         ────────────────────────
+    accept(blocks) -> target ── control ──>  push(target, blocks), ..., push(target, blocks, is_last=True)
+    landed(target_id)        <── notice ───  which follows the last byte
+    close_target(target_id)
+
+A one-sided write asks nobody's leave either. Therefore the decode replica keeps the blocks of a target reserved until
+``landed`` has returned, or the writer has said that no write is under way and none can start (its ``push`` has
+unwound), or the writer is dead. The connector frees no memory and decides none of this: its caller does.
+
+Connectors know nothing of requests, schedulers or Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from epd.types import EmbeddingHandle, KVHandle
+from epd.types import EmbeddingHandle, KVHandle, KVTarget
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +70,25 @@ class PeerClient(Protocol):
 class KVConnector(Protocol):
     """Moves KV blocks. Built over the replica's one KV tensor (see ``epd.cache.kv_cache``), registered once.
 
-    All methods but ``fetch`` are non-blocking and thread-safe: the engine's thread publishes, the event loop releases.
+    All methods but the asynchronous ones are non-blocking and thread-safe: the engine's thread publishes, the event
+    loop releases. Where ``supports_push`` is false, ``accept``, ``landed`` and ``push`` raise ``TransferError``.
     """
 
     backend: str
+    supports_push: bool
+
+    def introduction(self) -> bytes:
+        """Return what a peer needs for first contact with this replica; empty where there is nothing to set up."""
+        ...
+
+    async def meet(self, introduction: bytes) -> None:
+        """Connect to the replica that introduces itself, so that the first transfer does not pay for it. Idempotent.
+
+        A replica that is not met is connected to by the first transfer; one that restarted introduces itself anew.
+
+        Raises ``IncompatiblePeerError`` if the two could never exchange blocks, or ``PeerLostError``.
+        """
+        ...
 
     def publish(
         self, block_ids: Sequence[int], num_tokens: int, rotary_delta: int, on_free: Callable[[], None]
@@ -75,6 +104,39 @@ class KVConnector(Protocol):
         finishes unwinding: a cancelled fetch returns only when nothing can write to them any more.
 
         Raises ``HandleExpiredError``, ``IncompatiblePeerError`` or ``PeerLostError``.
+        """
+        ...
+
+    def accept(self, into: Sequence[int], first_block: int) -> KVTarget:
+        """Open the caller's reserved blocks ``into`` to one writer, as positions from ``first_block`` on.
+
+        The caller keeps them reserved, and reads nothing from them, until the target may be closed.
+        """
+        ...
+
+    async def landed(self, target_id: str) -> None:
+        """Return once everything is written: the writer's notice has come, which is normally there already.
+
+        Raises ``TransferError`` when it does not come in time, or for a target that is closed.
+        """
+        ...
+
+    def close_target(self, target_id: str) -> None:
+        """Forget a target: a notice that comes later is dropped. Idempotent; unknown ids are ignored.
+
+        This stops nobody from writing: see the module on when the blocks may be reused.
+        """
+        ...
+
+    async def push(self, target: KVTarget, block_ids: Sequence[int], first_block: int, *, is_last: bool) -> int:
+        """Write the caller's blocks, positions ``[first_block, first_block + len(block_ids))``; return the bytes moved.
+
+        Positions before ``target.first_block`` are skipped. With ``is_last`` (``block_ids`` may then be empty) the
+        notice follows the data of every push before, so pushes to one target are made one after the other, and after
+        one that raised there is no last one. The caller keeps its blocks unchanged until this ends. A cancelled push
+        unwinds only when nothing can write any more.
+
+        Raises ``IncompatiblePeerError`` or ``PeerLostError``.
         """
         ...
 
@@ -99,6 +161,16 @@ class KVConnector(Protocol):
 
     @property
     def live_bytes(self) -> int: ...
+
+    @property
+    def oldest_lease_s(self) -> float:
+        """Age of the oldest live claim, since it was published; 0 without any. One that grows is a leak."""
+        ...
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that are open."""
+        ...
 
     def close(self) -> None:
         """End all claims and give the transport's resources back."""
@@ -136,5 +208,8 @@ class EmbeddingConnector(Protocol):
 
     @property
     def live_bytes(self) -> int: ...
+
+    @property
+    def oldest_lease_s(self) -> float: ...
 
     def close(self) -> None: ...

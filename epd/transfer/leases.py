@@ -25,6 +25,7 @@ class _Claim(Generic[Payload]):
     payload: Payload
     num_bytes: int
     on_free: Callable[[], None]
+    published_s: float
     deadline_s: float
     num_holds: int = 0
     has_ended: bool = False
@@ -56,13 +57,22 @@ class LeaseTable(Generic[Payload]):
         """Bytes claimed, counting memory once for each claim on it."""
         return self._live_bytes
 
+    @property
+    def oldest_s(self) -> float:
+        """How long ago the oldest live claim was published, however often it was renewed; 0 without any."""
+        with self._lock:
+            # Claims stand in the order of their publication.
+            oldest = next(iter(self._claims.values()), None)
+            return 0.0 if oldest is None else self._clock() - oldest.published_s
+
     def publish(self, payload: Payload, num_bytes: int, on_free: Callable[[], None]) -> str:
         """Add a claim and return its handle id, which cannot be guessed. Raises ``TransferError`` once closed."""
         handle_id = uuid.uuid4().hex
         with self._lock:
             if self.is_closed:
                 raise TransferError("this replica is shutting down and lends nothing out any more")
-            self._claims[handle_id] = _Claim(payload, num_bytes, on_free, self._clock() + self.lease_s)
+            now_s = self._clock()
+            self._claims[handle_id] = _Claim(payload, num_bytes, on_free, now_s, now_s + self.lease_s)
             self._live_bytes += num_bytes
         return handle_id
 

@@ -15,15 +15,16 @@ from epd.cache.kv_cache import KVCache
 from epd.errors import IncompatiblePeerError, TransferError
 from epd.transfer.leases import LeaseTable
 from epd.transfer.slab import EmbeddingSlab, StoredEmbedding, wait_for_device
-from epd.types import EmbeddingHandle, Handle, KVHandle
+from epd.types import EmbeddingHandle, Handle, KVHandle, KVTarget
 
 __all__ = ["EmbeddingOwner", "KVOwner"]
 
 
 class KVOwner:
-    """Lends KV blocks out by claims on their ids. Thread-safe."""
+    """Lends KV blocks out by claims on their ids. Thread-safe. Can be pulled from only, unless a subclass says more."""
 
     backend: str
+    supports_push = False
 
     def __init__(self, owner: str, kv_cache: KVCache, lease_s: float, clock: Callable[[], float]) -> None:
         self.owner = owner
@@ -37,6 +38,35 @@ class KVOwner:
     @property
     def live_bytes(self) -> int:
         return self._leases.live_bytes
+
+    @property
+    def oldest_lease_s(self) -> float:
+        return self._leases.oldest_s
+
+    @property
+    def num_targets(self) -> int:
+        return 0
+
+    def introduction(self) -> bytes:
+        return b""
+
+    async def meet(self, introduction: bytes) -> None:
+        """Nothing has to be set up."""
+
+    def accept(self, into: Sequence[int], first_block: int) -> KVTarget:
+        raise self._no_push()
+
+    async def landed(self, target_id: str) -> None:
+        raise self._no_push()
+
+    def close_target(self, target_id: str) -> None:
+        """There are none."""
+
+    async def push(self, target: KVTarget, block_ids: Sequence[int], first_block: int, *, is_last: bool) -> int:
+        raise self._no_push()
+
+    def _no_push(self) -> TransferError:
+        return TransferError(f"KV blocks cannot be pushed over {self.backend}, only pulled")
 
     def read(self, handle_id: str, first: int, count: int) -> torch.Tensor:
         """Return a copy of blocks ``[first, first + count)`` of a handle. Raises ``HandleExpiredError``.
@@ -125,6 +155,10 @@ class EmbeddingOwner:
     def live_bytes(self) -> int:
         """Bytes of the slab in use: an embedding that several claims share counts once."""
         return self._slab.used_bytes
+
+    @property
+    def oldest_lease_s(self) -> float:
+        return self._leases.oldest_s
 
     def read(self, handle_id: str, first: int, count: int) -> torch.Tensor:
         """Return a copy of rows ``[first, first + count)`` of a handle. Raises ``HandleExpiredError``."""

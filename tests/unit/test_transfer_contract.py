@@ -459,6 +459,30 @@ async def test_a_cancelled_embedding_fetch_leaves_room_for_the_next(cluster: Clu
     assert torch.equal(await fetcher.embedding.fetch(handle), embedding(100))
 
 
+async def test_the_age_of_the_oldest_lease_is_told_for_each_kind(cluster: Cluster) -> None:
+    owner = cluster.add("owner")
+    handle, shown = publish(owner, [1]), owner.embedding.publish("a", embedding(3))
+    cluster.clock.now_s += 7
+    publish(owner, [2])
+    assert (owner.kv.oldest_lease_s, owner.embedding.oldest_lease_s) == (7, 7)
+    owner.kv.release(handle.handle_id)
+    owner.embedding.release(shown.handle_id)
+    assert (owner.kv.oldest_lease_s, owner.embedding.oldest_lease_s) == (0, 0)
+
+
+# -- A connector that can only be pulled from --------------------------------------------------------------------------
+
+
+async def test_a_connector_that_cannot_push_says_so() -> None:
+    replica = Cluster("by_reference").add("replica")
+    assert not replica.kv.supports_push
+    with pytest.raises(TransferError, match="cannot be pushed over object_store"):
+        replica.kv.accept([1], 0)
+    await replica.kv.meet(replica.kv.introduction())
+    replica.kv.close_target("none")
+    assert replica.kv.num_targets == 0
+
+
 # -- By reference only: the owner's answer may be late -----------------------------------------------------------------
 
 

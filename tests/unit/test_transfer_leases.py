@@ -56,6 +56,23 @@ def test_a_late_renewal_saves_a_claim_that_nobody_collected() -> None:
         leases.renew(handle_id)
 
 
+def test_the_oldest_claims_age_counts_from_its_publication_and_ends_with_it() -> None:
+    clock = Clock()
+    leases: LeaseTable[str] = LeaseTable(10, clock)
+    assert leases.oldest_s == 0
+    oldest = leases.publish("oldest", 1, lambda: None)
+    clock.now_s = 6
+    leases.publish("younger", 1, lambda: None)
+    leases.renew(oldest)
+    clock.now_s = 9
+    assert leases.oldest_s == 9
+    leases.release(oldest)
+    assert leases.oldest_s == 3
+    clock.now_s = 16
+    leases.expire()
+    assert leases.oldest_s == 0
+
+
 def test_handle_ids_are_not_repeated() -> None:
     leases: LeaseTable[str] = LeaseTable(10, Clock())
     assert len({leases.publish("", 0, lambda: None) for _ in range(1000)}) == 1000
