@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.nn.functional as F
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -18,6 +17,7 @@ from encoders.checkpoint import load_parts, weight_bytes
 from encoders.qwen2_5_vl.fused_tower import can_fuse_blocks, fuse_blocks
 from encoders.qwen2_5_vl.processor import Patchifier, PatchSettings
 from epd.engine.native import Kernels
+from epd.engine.native.linear import use_panels
 from epd.engine.packing import can_pack, pack_linears
 from epd.errors import MediaError
 from epd.types import Embedding, MediaItem, MediaLayout, Modality
@@ -43,10 +43,14 @@ class _PatchEmbedding(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(weight.flatten(1), requires_grad=False)
+        matrix = weight.detach().flatten(1)
+        with torch.device("meta"):
+            self.proj = torch.nn.Linear(matrix.shape[1], matrix.shape[0], bias=False)
+        self.proj.weight = torch.nn.Parameter(matrix, requires_grad=False)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        return F.linear(patches, self.weight)
+        projected: torch.Tensor = self.proj(patches)
+        return projected
 
 
 class Qwen2_5_VLEncoder:
@@ -79,10 +83,12 @@ class Qwen2_5_VLEncoder:
         self.weight_bytes = weight_bytes(self._tower)
         if kernels is not None and can_fuse_blocks(self._tower, kernels):
             fuse_blocks(self._tower, kernels)
-        if can_pack(getattr(torch, dtype), device):
-            pack_linears(self._tower)
         if dtype != "float32":
             self._tower.patch_embed = _PatchEmbedding(self._tower.patch_embed.proj.weight)
+            if can_pack(getattr(torch, dtype), device):
+                pack_linears(self._tower)
+            elif kernels is not None:
+                use_panels(self._tower, kernels)
 
     def preprocess(self, item: MediaItem, frames: Sequence[Image.Image]) -> torch.Tensor:
         """Turn decoded RGB frames into float32 patches ``[item.num_patches, patch_dim]`` on the CPU.

@@ -159,7 +159,7 @@ class Kernels:
         self._attend = _function(library, "attend", dtype, [pointer, pointer, count, pointer, pointer])
         self.run_decoder = _function(library, "decoder", dtype, [pointer] * 6)
         self.run_tower_block = _function(library, "tower_block", dtype, [pointer] * 5)
-        self._linear = _function(library, "linear", dtype, [pointer] * 3 + [count] * 4)
+        self._linear = _function(library, "linear", dtype, [pointer] * 4 + [count] * 4)
 
     def can_attend(self, head_dim: int) -> bool:
         """Whether heads of this size are dealt with. Inputs of half precision are multiplied in pairs."""
@@ -210,14 +210,17 @@ class Kernels:
         self._attend(query.data_ptr(), step_address, layer_idx, ctypes.byref(heads), out.data_ptr())
         return out
 
-    def linear(self, inputs: torch.Tensor, panels: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    def linear(
+        self, inputs: torch.Tensor, panels: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return float32 ``[num_rows, num_outputs]``, rounded to the element type, for contiguous inputs
-        ``[num_rows, num_inputs]`` and a matrix packed by ``pack_panels``."""
+        ``[num_rows, num_inputs]``, a matrix packed by ``pack_panels``, and a bias ``[num_outputs]``."""
         assert inputs.is_contiguous()
         assert inputs.dtype is panels.dtype is self.dtype
+        assert bias is None or (bias.dtype is self.dtype and bias.is_contiguous())
         out = torch.empty(len(inputs), num_outputs, dtype=torch.float32)
-        sizes = (*inputs.shape, num_outputs, torch.get_num_threads())
-        self._linear(inputs.data_ptr(), panels.data_ptr(), out.data_ptr(), *sizes)
+        addresses = (inputs.data_ptr(), panels.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+        self._linear(*addresses, *inputs.shape, num_outputs, torch.get_num_threads())
         return out
 
 

@@ -187,8 +187,8 @@ inline void interleave_words(const BFloat16* first, const BFloat16* second, BFlo
 // Up to 64 keys and values of one head, as panels for matmul.h. What lies beyond `count` is zero.
 template <typename T>
 struct PackedKeys {
-    static constexpr int64_t tuple = kTuple<T>;
-    std::vector<T> keys, values;
+    static constexpr int64_t tuple = kTuple<Operand<T>>;
+    std::vector<Operand<T>> keys, values;
     int64_t dim, num_value_panels;
 
     void reserve(int64_t head_dim) {
@@ -217,19 +217,19 @@ struct PackedKeys {
             if (packs_fast(dim)) return pack_vectors(kv, table, start, count, step);
 #endif
         if (count < kKeys) {
-            std::memset(static_cast<void*>(keys.data()), 0, keys.size() * sizeof(T));
-            std::memset(static_cast<void*>(values.data()), 0, values.size() * sizeof(T));
+            std::memset(static_cast<void*>(keys.data()), 0, keys.size() * sizeof(Operand<T>));
+            std::memset(static_cast<void*>(values.data()), 0, values.size() * sizeof(Operand<T>));
         }
         for (int64_t i = 0; i < count; ++i) {
             const T* key = key_at(kv, table, start + i, step);
-            T* column = keys.data() + (i / kPanel) * kPanel * dim + (i % kPanel) * tuple;
-            for (int64_t d = 0; d < dim; d += tuple) std::memcpy(column + d * kPanel, key + d, tuple * sizeof(T));
+            Operand<T>* column = keys.data() + (i / kPanel) * kPanel * dim + (i % kPanel) * tuple;
+            for (int64_t d = 0; d < dim; d += tuple) copy(key + d, tuple, column + d * kPanel);
             const T* value = key + step.side_stride;
-            T* row = values.data() + (i / tuple) * kPanel * tuple + i % tuple;
+            Operand<T>* row = values.data() + (i / tuple) * kPanel * tuple + i % tuple;
             for (int64_t panel = 0; panel < num_value_panels; ++panel) {
                 const int64_t width = std::min(kPanel, dim - panel * kPanel);
-                T* target = row + panel * kPanel * kKeys;
-                for (int64_t d = 0; d < width; ++d) target[d * tuple] = value[panel * kPanel + d];
+                Operand<T>* target = row + panel * kPanel * kKeys;
+                for (int64_t d = 0; d < width; ++d) copy(value + panel * kPanel + d, 1, target + d * tuple);
             }
         }
     }
@@ -260,13 +260,13 @@ struct PackedKeys {
 // Online softmax and its product with V, for one query head and up to kMaxTile tokens against packed keys.
 // `num_visible(row)` keys are visible to a row: all, none, or those up to itself.
 template <typename T, typename Visible>
-void attend_rows(const T* query, int64_t stride, int64_t rows, const PackedKeys<T>& packed, const Visible& num_visible,
-                 float scale, float* top, float* total, float* acc) {
-    constexpr int64_t tuple = kTuple<T>;
+void attend_rows(const Operand<T>* query, int64_t stride, int64_t rows, const PackedKeys<T>& packed,
+                 const Visible& num_visible, float scale, float* top, float* total, float* acc) {
+    constexpr int64_t tuple = kTuple<Operand<T>>;
     const int64_t dim = packed.dim;
     alignas(64) float half[kMaxTile * kPanel];
     alignas(64) float scores[kMaxTile * kKeys];
-    alignas(64) T weights[kMaxTile * kKeys];
+    alignas(64) Operand<T> weights[kMaxTile * kKeys];
     float decay[kMaxTile];
     for (int64_t panel = 0; panel < kKeys / kPanel; ++panel) {
         multiply_rows(rows, query, stride, packed.keys.data() + panel * kPanel * dim, dim / tuple, half);
@@ -281,8 +281,8 @@ void attend_rows(const T* query, int64_t stride, int64_t rows, const PackedKeys<
         for (int64_t i = 0; i < kKeys; ++i) narrow(row[i], &weights[r * kKeys + i]);
     }
     for (int64_t panel = 0; panel < packed.num_value_panels; ++panel) {
-        const T* values = packed.values.data() + panel * kPanel * kKeys;
-        multiply_rows(rows, static_cast<const T*>(weights), kKeys, values, kKeys / tuple, half);
+        const Operand<T>* values = packed.values.data() + panel * kPanel * kKeys;
+        multiply_rows(rows, static_cast<const Operand<T>*>(weights), kKeys, values, kKeys / tuple, half);
         const int64_t width = std::min(kPanel, dim - panel * kPanel);
         for (int64_t r = 0; r < rows; ++r) {
             float* target = acc + r * dim + panel * kPanel;
@@ -299,8 +299,11 @@ void decode_packed(const T* query, const T* kv, const int64_t* table, int64_t co
     const int64_t dim = heads.head_dim, group = heads.num_heads / heads.num_kv_heads;
     const int64_t num_rows = (last_head - first_head) * group;
     thread_local std::vector<float> state;
+    thread_local std::vector<Operand<T>> queries;
     thread_local PackedKeys<T> packed;
     packed.reserve(dim);
+    queries.resize(num_rows * dim);
+    copy(query + first_head * group * dim, num_rows * dim, queries.data());
     state.assign(num_rows * (dim + 2), 0.0f);
     float* acc = state.data();  // [num_rows, dim]
     float* total = acc + num_rows * dim;
@@ -316,9 +319,9 @@ void decode_packed(const T* query, const T* kv, const int64_t* table, int64_t co
         for (int64_t head = first_head; head < last_head; ++head) {
             packed.pack(kv + head * dim, table, start, count, step);
             for (int64_t row = 0; row < group;) {
-                const int64_t rows = tile_rows(group - row), first = (head - first_head) * group + row;
+                const int64_t rows = tile_rows<Operand<T>>(group - row), first = (head - first_head) * group + row;
                 attend_rows(
-                    query + (head * group + row) * dim, dim, rows, packed, [&](int64_t) { return count; }, heads.scale,
+                    queries.data() + first * dim, dim, rows, packed, [&](int64_t) { return count; }, heads.scale,
                     top + first, total + first, acc + first * dim);
                 row += rows;
             }
@@ -337,9 +340,16 @@ void attend_tile(const T* query, int64_t query_stride, const T* kv, const Chunk&
     const int64_t dim = heads.head_dim, group = heads.num_heads / heads.num_kv_heads;
     const int64_t num_rows = group * num_tokens, out_stride = heads.num_heads * dim;
     thread_local std::vector<float> state;
+    thread_local std::vector<Operand<T>> queries;  // [group, num_tokens, dim]
     thread_local PackedKeys<T> packed;
     state.assign(num_rows * (dim + 2), 0.0f);
     packed.reserve(dim);
+    queries.resize(num_rows * dim);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t token = chunk.first_row + first_token + row % num_tokens,
+                      head = kv_head * group + row / num_tokens;
+        copy(query + token * query_stride + head * dim, dim, queries.data() + row * dim);
+    }
     float* acc = state.data();  // [group, num_tokens, dim]
     float* total = acc + num_rows * dim;
     float* top = total + num_rows;
@@ -351,11 +361,10 @@ void attend_tile(const T* query, int64_t query_stride, const T* kv, const Chunk&
     for (int64_t start = 0; start < num_keys; start += kKeys) {
         packed.pack(kv + kv_head * dim, chunk.table, start, std::min(kKeys, num_keys - start), step);
         for (int64_t g = 0; g < group; ++g) {
-            const T* head = query + first_row * query_stride + (kv_head * group + g) * dim;
             for (int64_t token = 0; token < num_tokens;) {
-                const int64_t rows = tile_rows(num_tokens - token), state_row = g * num_tokens + token;
+                const int64_t rows = tile_rows<Operand<T>>(num_tokens - token), state_row = g * num_tokens + token;
                 attend_rows(
-                    head + token * query_stride, query_stride, rows, packed,
+                    queries.data() + state_row * dim, dim, rows, packed,
                     [&](int64_t row) { return (IsCausal ? num_before + token + row + 1 : num_keys) - start; },
                     heads.scale, top + state_row, total + state_row, acc + state_row * dim);
                 token += rows;

@@ -136,18 +136,18 @@ class Forward {
 
 // out[row][output] in float32, rounded to T first as a linear layer's result is.
 template <typename T>
-void linear(const T* input, const T* weights, float* out, int64_t num_rows, int64_t num_inputs, int64_t num_outputs,
-            int64_t num_threads) {
-    const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t index = 0; index < num_panels; ++index) {
-        const int64_t first = index * kPanel, count = std::min(kPanel, num_outputs - first);
-        multiply_panel(input, num_rows, num_inputs, weights + first * num_inputs, num_inputs,
-                       [&](int64_t row, const float* sums) {
-                           float* target = out + row * num_outputs + first;
-                           for (int64_t i = 0; i < count; ++i) target[i] = rounded<T>(sums[i]);
-                       });
-    }
+void linear(const T* input, const Projection<T>& by, float* out, int64_t num_rows, int64_t num_threads) {
+    const int64_t num_outputs = by.num_outputs, num_panels = (num_outputs + kPanel - 1) / kPanel;
+    Shares shares(1);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    multiply_panels(
+        input, num_rows, by.weights, by.num_inputs, [&](const auto& work) { shares.run(0, num_panels, work); },
+        [&](int64_t index, int64_t row, float* sums) {
+            const int64_t first = index * kPanel, count = std::min(kPanel, num_outputs - first);
+            by.add_bias(first, count, sums);
+            float* target = out + row * num_outputs + first;
+            for (int64_t i = 0; i < count; ++i) target[i] = rounded<T>(sums[i]);
+        });
 }
 
 }  // namespace epd

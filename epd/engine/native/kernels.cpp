@@ -35,10 +35,11 @@ void attend(const T* query, const Step& step, int64_t layer, const Heads& heads,
                                            const float* cos, const float* sin) {                                       \
         BlockForward<T>(*block, *segments, static_cast<T*>(hidden), cos, sin).run();                                   \
     }                                                                                                                  \
-    extern "C" void epd_linear_##NAME(const void* input, const void* weights, void* out, int64_t num_rows,             \
-                                      int64_t num_inputs, int64_t num_outputs, int64_t num_threads) {                  \
-        linear(static_cast<const T*>(input), static_cast<const T*>(weights), static_cast<float*>(out), num_rows,       \
-               num_inputs, num_outputs, num_threads);                                                                  \
+    extern "C" void epd_linear_##NAME(const void* input, const void* weights, const void* bias, void* out,             \
+                                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs,                       \
+                                      int64_t num_threads) {                                                           \
+        linear(static_cast<const T*>(input), Projection<T>(weights, bias, num_inputs, num_outputs),                    \
+               static_cast<float*>(out), num_rows, num_threads);                                                       \
     }
 
 EPD_EXPORT(float32, float)

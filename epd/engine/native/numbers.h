@@ -23,6 +23,15 @@ inline float widen(BFloat16 value) {
 
 inline void narrow(float value, float* target) { *target = value; }
 
+inline void copy(const BFloat16* source, int64_t count, BFloat16* target) {
+    std::memcpy(target, source, count * sizeof(BFloat16));
+}
+
+template <typename T>
+inline void copy(const T* source, int64_t count, float* target) {
+    for (int64_t i = 0; i < count; ++i) target[i] = widen(source[i]);
+}
+
 // Rounds to nearest even, as torch does.
 inline void narrow(float value, BFloat16* target) {
     uint32_t bits;

@@ -45,7 +45,10 @@ struct Projection {
           bias(static_cast<const T*>(bias_or_null)),
           num_inputs(inputs),
           num_outputs(outputs) {}
-    float bias_of(int64_t output) const { return bias ? widen(bias[output]) : 0.0f; }
+    void add_bias(int64_t first, int64_t count, float* sums) const {
+        if (!bias) return;
+        for (int64_t i = 0; i < count; ++i) sums[i] += widen(bias[first + i]);
+    }
 };
 
 template <typename T>
@@ -74,23 +77,25 @@ class Phases {
 
     void project(int64_t phase, const T* input, const Projection<T>& by, T* out) {
         by_panels(phase, input, by.num_inputs, by.weights, (by.num_outputs + kPanel - 1) / kPanel,
-                  [&](int64_t index, int64_t row, const float* sums) {
+                  [&](int64_t index, int64_t row, float* sums) {
                       const int64_t first = index * kPanel, count = std::min(kPanel, by.num_outputs - first);
-                      T* target = out + row * by.num_outputs + first;
-                      for (int64_t i = 0; i < count; ++i) narrow(sums[i] + by.bias_of(first + i), &target[i]);
+                      by.add_bias(first, count, sums);
+                      T results[kPanel];
+                      for (int64_t i = 0; i < kPanel; ++i) narrow(sums[i], &results[i]);
+                      std::memcpy(out + row * by.num_outputs + first, results, count * sizeof(T));
                   });
     }
 
     // A projection onto the residual stream.
     void project_back(int64_t phase, const T* input, const Projection<T>& by, T* residual) {
         by_panels(phase, input, by.num_inputs, by.weights, (by.num_outputs + kPanel - 1) / kPanel,
-                  [&](int64_t index, int64_t row, const float* sums) {
+                  [&](int64_t index, int64_t row, float* sums) {
                       const int64_t first = index * kPanel, count = std::min(kPanel, by.num_outputs - first);
-                      T* target = residual + row * by.num_outputs + first;
-                      for (int64_t i = 0; i < count; ++i) {
-                          const float value = rounded<T>(sums[i] + by.bias_of(first + i));
-                          narrow(widen(target[i]) + value, &target[i]);
-                      }
+                      by.add_bias(first, count, sums);
+                      T *target = residual + row * by.num_outputs + first, results[kPanel] = {};
+                      std::memcpy(results, target, count * sizeof(T));
+                      for (int64_t i = 0; i < kPanel; ++i) narrow(widen(results[i]) + rounded<T>(sums[i]), &results[i]);
+                      std::memcpy(target, results, count * sizeof(T));
                   });
     }
 
@@ -100,14 +105,16 @@ class Phases {
         constexpr int64_t pairs = kPanel / 2;
         const int64_t size = both.num_outputs;
         by_panels(phase, input, both.num_inputs, both.weights, (size + pairs - 1) / pairs,
-                  [&](int64_t index, int64_t row, const float* sums) {
+                  [&](int64_t index, int64_t row, float* sums) {
                       const int64_t first = index * pairs, count = std::min(pairs, size - first);
-                      T* target = out + row * size + first;
-                      for (int64_t i = 0; i < count; ++i) {
-                          const float value = rounded<T>(sums[i] + both.bias_of(first + i));
-                          const float up = rounded<T>(sums[i + pairs] + both.bias_of(size + first + i));
-                          narrow(rounded<T>(value / (1.0f + exponential(-value))) * up, &target[i]);
+                      both.add_bias(first, count, sums);
+                      both.add_bias(size + first, count, sums + pairs);
+                      T results[pairs];
+                      for (int64_t i = 0; i < pairs; ++i) {
+                          const float value = rounded<T>(sums[i]), up = rounded<T>(sums[i + pairs]);
+                          narrow(rounded<T>(value / (1.0f + exponential(-value))) * up, &results[i]);
                       }
+                      std::memcpy(out + row * size + first, results, count * sizeof(T));
                   });
     }
 
@@ -117,10 +124,9 @@ class Phases {
     template <typename Finish>
     void by_panels(int64_t phase, const T* input, int64_t num_inputs, const T* weights, int64_t num_panels,
                    const Finish& finish) {
-        shares_.run(phase, num_panels, [&](int64_t index) {
-            multiply_panel(input, num_rows_, num_inputs, weights + index * kPanel * num_inputs, num_inputs,
-                           [&](int64_t row, const float* sums) { finish(index, row, sums); });
-        });
+        multiply_panels(
+            input, num_rows_, weights, num_inputs, [&](const auto& work) { shares_.run(phase, num_panels, work); },
+            finish);
     }
 
     int64_t num_rows_;
