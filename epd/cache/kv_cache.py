@@ -5,12 +5,14 @@ Owns the memory; knows nothing of which request holds which block (``epd.cache.b
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
 
+from epd import __version__
 from epd.types import KVSpec
+
+_SEPARATOR = ", "
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class KVCache:
     spec: KVSpec
     block_size: int
     layout: str
-    """Fingerprint of everything two replicas must agree on before they exchange blocks."""
+    """All that two replicas must agree on before they exchange blocks: ``name=value`` pairs, for machines to compare
+    whole and for people to read."""
 
     @property
     def num_blocks(self) -> int:
@@ -47,5 +50,23 @@ def allocate_kv_cache(
     """
     shape = (num_blocks + 1, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
     pages = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device).zero_()
-    described = f"kv/1|{model_fingerprint}|{spec}|{block_size}"
-    return KVCache(pages[:num_blocks], pages, spec, block_size, hashlib.sha256(described.encode()).hexdigest()[:16])
+    layout = {
+        "model": model_fingerprint,
+        "dtype": spec.dtype,
+        "block_size": block_size,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "version": __version__,
+    }
+    described = _SEPARATOR.join(f"{name}={value}" for name, value in layout.items())
+    return KVCache(pages[:num_blocks], pages, spec, block_size, described)
+
+
+def differing_parts(theirs: str, ours: str) -> tuple[str, str]:
+    """Return what is left of two layouts without the parts that they have in common, or all of both."""
+    their_parts, our_parts = theirs.split(_SEPARATOR), ours.split(_SEPARATOR)
+    if len(their_parts) != len(our_parts):
+        return theirs, ours
+    pairs = [(a, b) for a, b in zip(their_parts, our_parts, strict=True) if a != b]
+    return _SEPARATOR.join(a for a, _ in pairs), _SEPARATOR.join(b for _, b in pairs)

@@ -1,84 +1,91 @@
-"""Which bytes go where: block ids to address ranges, and ranges to reads. Pure arithmetic."""
+"""Which bytes go where: block ids to address ranges, and ranges to transfers. Pure arithmetic.
+
+In arrays, because a long prompt has thousands of blocks: planning a thousand moves one by one takes as long as the
+kernel takes to copy them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Move", "Run", "batches", "block_runs", "plan_moves", "skip_bytes"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Move", "Moves", "Run", "Runs", "batches", "block_runs", "plan_moves", "skip_bytes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A contiguous range of memory."""
+class Run(NamedTuple):
+    """A contiguous range of memory: one row of ``Runs``."""
 
     address: int
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One contiguous range to read: from an address of the peer to one of ours."""
+class Move(NamedTuple):
+    """One contiguous range to read or write, between an address of the peer and one of ours: a row of ``Moves``."""
 
     remote_address: int
     local_address: int
     num_bytes: int
 
 
-def block_runs(block_ids: Sequence[int], base_address: int, block_bytes: int) -> list[Run]:
+Runs: TypeAlias = npt.NDArray[np.int64]
+"""``[num_runs, 2]``: address and number of bytes. (Addresses of user space fit into 63 bits.)"""
+
+Moves: TypeAlias = npt.NDArray[np.int64]
+"""``[num_moves, 3]``: address of the peer, address of ours, number of bytes."""
+
+
+def block_runs(block_ids: Sequence[int], base_address: int, block_bytes: int) -> Runs:
     """Return the ranges of blocks, in the order given, adjacent ones merged."""
-    runs: list[Run] = []
-    for block_id in block_ids:
-        address = base_address + block_id * block_bytes
-        if runs and runs[-1].address + runs[-1].num_bytes == address:
-            runs[-1] = Run(runs[-1].address, runs[-1].num_bytes + block_bytes)
-        else:
-            runs.append(Run(address, block_bytes))
-    return runs
+    ids = np.asarray(block_ids, dtype=np.int64)
+    starts = np.flatnonzero(np.diff(ids, prepend=-2) != 1)  # No block is -2, so that the first one starts a run.
+    num_blocks = np.diff(starts, append=len(ids))
+    return np.stack([base_address + ids[starts] * block_bytes, num_blocks * block_bytes], axis=1)
 
 
-def skip_bytes(runs: Sequence[Run], num_bytes: int) -> Iterator[Run]:
-    """Yield the runs without their first ``num_bytes``."""
-    for run in runs:
-        skipped = min(num_bytes, run.num_bytes)
-        num_bytes -= skipped
-        if skipped < run.num_bytes:
-            yield Run(run.address + skipped, run.num_bytes - skipped)
+def skip_bytes(runs: Runs, num_bytes: int) -> Runs:
+    """Return the runs without their first ``num_bytes``."""
+    ends = runs[:, 1].cumsum()
+    is_kept = ends > num_bytes
+    kept = runs[is_kept]
+    if len(kept):
+        skipped = num_bytes - (ends[is_kept][0] - kept[0, 1])
+        kept[0] += (skipped, -skipped)
+    return kept
 
 
-def plan_moves(remote: Sequence[Run], local: Sequence[Run]) -> list[Move]:
+def plan_moves(remote: Runs, local: Runs) -> Moves:
     """Pair two lists of runs byte for byte, split wherever either side has a boundary.
 
-    ``remote`` may be longer: what ``local`` has no room for is not read.
+    ``remote`` may be longer: what ``local`` has no room for is not moved. Raises ``ValueError`` if it is shorter.
     """
-    moves: list[Move] = []
-    remaining = iter(remote)
-    source = Run(0, 0)
-    for run in local:
-        done = 0
-        while done < run.num_bytes:
-            if source.num_bytes == 0:
-                source = next(remaining)
-            size = min(source.num_bytes, run.num_bytes - done)
-            moves.append(Move(source.address, run.address + done, size))
-            source = Run(source.address + size, source.num_bytes - size)
-            done += size
-    return moves
+    remote_ends, local_ends = remote[:, 1].cumsum(), local[:, 1].cumsum()
+    num_bytes = int(local_ends[-1]) if len(local) else 0
+    if num_bytes > (int(remote_ends[-1]) if len(remote) else 0):
+        raise ValueError(f"the peer's side is shorter than {num_bytes} bytes")
+    ends = np.union1d(remote_ends[remote_ends < num_bytes], local_ends)
+    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    return np.stack([_addresses(remote, remote_ends, starts), _addresses(local, local_ends, starts), ends - starts], 1)
 
 
-def batches(moves: Sequence[Move], max_bytes: int) -> Iterator[list[Move]]:
-    """Yield the moves in batches of at most ``max_bytes``, cutting long ones."""
-    batch: list[Move] = []
-    room = max_bytes
-    for move in moves:
-        done = 0
-        while done < move.num_bytes:
-            size = min(room, move.num_bytes - done)
-            batch.append(Move(move.remote_address + done, move.local_address + done, size))
-            done += size
-            room -= size
-            if room == 0:
-                yield batch
-                batch, room = [], max_bytes
-    if batch:
+def batches(moves: Moves, max_bytes: int) -> Iterator[Moves]:
+    """Yield the moves in batches of ``max_bytes``, the last one smaller, cutting moves where a batch is full."""
+    ends = moves[:, 2].cumsum()
+    num_bytes = int(ends[-1]) if len(ends) else 0
+    for start in range(0, num_bytes, max_bytes):
+        end = min(start + max_bytes, num_bytes)
+        first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(ends, end, side="left")
+        batch = moves[first : last + 1].copy()
+        batch[-1, 2] -= ends[last] - end
+        skipped = start - (ends[first] - moves[first, 2])
+        batch[0] += (skipped, skipped, -skipped)
         yield batch
+
+
+def _addresses(runs: Runs, ends: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where the bytes at ``offsets`` into the runs are."""
+    at = np.searchsorted(ends, offsets, side="right")
+    addresses: npt.NDArray[np.int64] = runs[at, 0] + offsets - (ends[at] - runs[at, 1])
+    return addresses

@@ -1,4 +1,4 @@
-"""One quiet, idle-cheap NIXL agent: loading the library, memory registration, and reads from other agents.
+"""One quiet, idle-cheap NIXL agent: loading the library, memory registration, reads from and writes to other agents.
 
 A thin layer over ``nixl``, which is imported only here and only when asked for. Knows nothing of leases, blocks or
 requests. What was measured with nixl 1.5 and shaped this file (2 cores, UCX, host memory):
@@ -6,9 +6,13 @@ requests. What was measured with nixl 1.5 and shaped this file (2 cores, UCX, ho
 * ``nixl_agent`` starts its progress thread with a delay of zero: it polls, and takes a whole core while idle. With a
   delay the thread sleeps in ``poll()`` on UCX's event descriptors, wakes at once when a peer speaks, and idles at
   0.1 % of a core. Hence ``_PROGRESS_DELAY_US``, which the Python class does not let one set.
-* Between processes of one host UCX reads with ``process_vm_readv`` (its transport ``cma``), inside the call that posts
-  the transfer and with the GIL released: 64 MiB in 1,024 descriptors take 12-22 ms, against 80-110 ms over ``tcp``.
-  UCX chooses it unasked, so ``UCX_TLS`` is left alone.
+* Between processes of one host UCX moves data with ``process_vm_readv`` and ``process_vm_writev`` (its transport
+  ``cma``), inside the call that posts the transfer and with the GIL released: 64 MiB in 1,024 descriptors take
+  12-22 ms, against 80-110 ms over ``tcp``. UCX chooses it unasked, so ``UCX_TLS`` is left alone.
+* A write is ``DONE`` when it is complete at the *peer*: NIXL's UCX backend ends each transfer with a flush of the
+  endpoint, which UCX completes only once all that was put has reached the peer's memory. The notice given with a write
+  is sent after that flush has completed, never before, and the state stays ``PROC`` until it is sent. So whoever has
+  the notice sees the data, on every transport.
 * ``release`` of an active transfer returns at once, and ``remove_remote_agent`` too, but neither stops it: 64 MiB were
   seen to arrive after both. Removal even makes its state unreadable. So the one proof that nothing can write any more
   is the state ``DONE`` or ``ERR``; no transfer is released, and no peer removed, before that.
@@ -20,12 +24,14 @@ import contextlib
 import logging.config
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from epd.transfer.moves import Move
+import numpy as np
+
+from epd.transfer.moves import Moves
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +63,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A posted read, and what the library said at that moment."""
+    """A posted read or write, and what the library said at that moment."""
 
     native: Any
     state: State
@@ -106,23 +112,45 @@ class Agent:
         with self._translated():
             self._agent.remove_remote_agent(name)
 
-    def read(self, peer: str, moves: Sequence[Move], *, local: tuple[str, int], remote: tuple[str, int]) -> Transfer:
-        """Post one read; ``local`` and ``remote`` say (kind, device) of the two sides' memory.
+    def post(
+        self,
+        operation: Literal["READ", "WRITE"],
+        peer: str,
+        moves: Moves,
+        *,
+        local: tuple[str, int],
+        remote: tuple[str, int],
+        notice: bytes = b"",
+    ) -> Transfer:
+        """Post one transfer; ``local`` and ``remote`` say (kind, device) of the two sides' memory.
 
-        The transfer is active until ``poll`` says otherwise, then ``release`` it.
+        ``notice``, unless empty, reaches the peer after the data. The transfer is active until ``poll`` says otherwise,
+        then ``release`` it.
         """
         (local_kind, local_device), (remote_kind, remote_device) = local, remote
         agent = self._agent
-        into = [(move.local_address, move.num_bytes, local_device) for move in moves]
-        source = [(move.remote_address, move.num_bytes, remote_device) for move in moves]
+        ours, theirs = _descriptors(moves[:, 1], moves, local_device), _descriptors(moves[:, 0], moves, remote_device)
         with self._translated():
             native = agent.initialize_xfer(
-                "READ",
-                agent.get_xfer_descs(into, local_kind),
-                agent.get_xfer_descs(source, remote_kind),
+                operation,
+                agent.get_xfer_descs(ours, local_kind),
+                agent.get_xfer_descs(theirs, remote_kind),
                 peer,
+                notice,
             )
             return Transfer(native, State(agent.transfer(native)))
+
+    def notify(self, peer: str, notice: bytes) -> None:
+        """Send a notice alone. It follows the data of transfers that have ended; nothing tells whether it arrives."""
+        with self._translated():
+            self._agent.send_notif(peer, notice)
+
+    def take_notices(self) -> list[bytes]:
+        """Return the notices that came since the last call, from all peers."""
+        with self._translated():
+            if self._agent is None:
+                return []
+            return [notice for notices in self._agent.get_new_notifs().values() for notice in notices]
 
     def poll(self, transfer: Transfer) -> State:
         with self._translated():
@@ -139,7 +167,7 @@ class Agent:
             for registered in self._registered:
                 self._agent.deregister_memory(registered)
             self._registered.clear()
-            del self._agent
+            self._agent = None
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -148,6 +176,11 @@ class Agent:
                 yield
             except self._errors as error:
                 raise AgentError(str(error) or type(error).__name__) from error
+
+
+def _descriptors(addresses: Any, moves: Moves, device: int) -> Any:
+    """Return what the library takes: uint64 ``[num_moves, 3]`` of address, number of bytes and device."""
+    return np.stack([addresses, moves[:, 2], np.full(len(moves), device)], axis=1).astype(np.uint64)
 
 
 def load() -> Any:

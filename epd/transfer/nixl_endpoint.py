@@ -1,4 +1,4 @@
-"""A replica's end of all NIXL transfers: its agent, its lease words, its peers, and the reads under way.
+"""A replica's end of all NIXL transfers: its agent, its lease words, its peers, and the transfers under way.
 
 Shared by the connectors of one replica. Knows nothing of what the bytes mean.
 
@@ -18,7 +18,15 @@ the claim's own nonce therefore proves that every byte was read while the claim 
 
 The fetcher reads the word *before* the data too. That costs one small read and buys two things: a claim that ended
 long ago moves no data, and connecting to a peer that does not answer, the step that can hang, has a private word as
-its destination, so that it can be given up after a time-out.
+its destination, so that it can be given up after a time-out. A writer reads the word of its target first for the same
+two reasons. After its data it need not: whether the owner may reuse the target is not for the writer to prove.
+
+How a transfer runs
+-------------------
+Its parts (word, data in batches, word) are one generator, which a thread runs as far as it gets: between processes of
+one host, where the data moves inside the call that posts it, a small transfer is one turn of one thread. It yields
+where it has to wait, and between batches, so that others get their turn and a cancellation its chance; the event loop
+waits for it.
 """
 
 from __future__ import annotations
@@ -30,23 +38,27 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 
 from epd.errors import HandleExpiredError, PeerLostError, TransferError
 from epd.transfer.finish import finish
-from epd.transfer.moves import Move, batches
+from epd.transfer.moves import Move, Moves, batches
 from epd.transfer.nixl_agent import Agent, AgentError, Region, State, Transfer
 from epd.transfer.slab import SlabAllocator
 
-__all__ = ["LeaseWord", "NixlEndpoint", "Source"]
+__all__ = ["LeaseWord", "NixlEndpoint", "PeerMemory", "Steps"]
 
 T = TypeVar("T")
+
+Steps: TypeAlias = Generator[float, None, T]
+"""Work for a thread that yields, where it has to wait, for how many seconds."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,11 +68,12 @@ _NONCE_BITS = 62
 _RECEIVE_BYTES = 16 * 2**20
 _MAX_RECEIVE_PIECE_BYTES = 4 * 2**20
 _MAX_BATCH_BYTES = 16 * 2**20
-"""How much one transfer reads: a cancellation, and other reads, wait for that long."""
+"""How much one transfer moves: a cancellation, and other transfers, wait for that long."""
 _MAX_PEERS = 256
+_SHUTTING_DOWN = "this replica is shutting down and transfers nothing any more"
 
-# How to wait: spin for what a small read takes, then sleep ever longer in the thread; a transfer that needs longer than
-# its slice is looked at from the event loop's timer, so that a peer that hangs keeps no thread.
+# How to wait: spin for what a small transfer takes, then sleep ever longer in the thread; a transfer that needs longer
+# than its slice is looked at from the event loop's timer, so that a peer that hangs keeps no thread.
 _SPIN_S = 20e-6
 _FIRST_SLEEP_S = 50e-6
 _LAST_SLEEP_S = 500e-6
@@ -70,11 +83,15 @@ _LAST_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a peer's memory is and how to reach it, as told by its handle. ``memory`` is (kind, device)."""
+class PeerMemory:
+    """A replica, how to reach it, and a claim on its memory, as told by its handle, target or introduction.
+
+    ``claim`` names the claim in messages. ``word_address`` is where the claim's word is, which holds ``nonce`` while
+    the claim stands. ``memory`` is (kind, device).
+    """
 
     owner: str
-    handle_id: str
+    claim: str
     agent: str
     description: bytes
     word_address: int
@@ -94,19 +111,27 @@ class LeaseWord:
 @dataclass(slots=True)
 class _Peer:
     name: str
+    owner: str
     num_active: int = 0
-    """Transfers that may still write here, stalled ones included."""
+    """Transfers that may still write, here or there, stalled ones included."""
     num_stalled: int = 0
     is_lost: bool = False
+    is_superseded: bool = False
+    """Its replica has restarted, under the same name and with another agent."""
 
 
 @dataclass(slots=True)
-class _Read:
+class _Posted:
     """A posted transfer. Once ``state`` is final, its handle is released and nothing can write any more."""
 
     peer: _Peer
     transfer: Transfer
     state: State = State.ACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended(Generic[T]):
+    value: T
 
 
 @dataclass(slots=True)
@@ -126,7 +151,7 @@ class _Words:
 
 
 class NixlEndpoint:
-    """See the module. The owner's side is thread-safe and touches no transport; the fetcher's is for the event loop."""
+    """See the module. The owner's side is thread-safe; whoever reads or writes does so on the event loop."""
 
     def __init__(self, owner: str, *, contact_timeout_s: float = 5.0, read_timeout_s: float = 10.0) -> None:
         """Create the agent, under a name that no other incarnation of this replica has.
@@ -149,10 +174,11 @@ class NixlEndpoint:
         self._peer_lock = threading.Lock()
         """Guards what is below; held while the agent connects and disconnects."""
         self._peers: dict[str, _Peer] = {}
-        self._stalled: list[tuple[_Read, Callable[[], None]]] = []
+        self._stalled: list[tuple[_Posted, Callable[[], None]]] = []
         """Reads that nobody waits for any more but that may still write, with what to do once they cannot."""
         self._is_closed = False
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="epd-nixl")
+        self._hello = self.lend_word()
 
     # -- owner's side --------------------------------------------------------------------------------------------------
 
@@ -166,6 +192,11 @@ class NixlEndpoint:
         if self._description is None:
             self._description = self._agent.describe()
         return self._description
+
+    @property
+    def hello(self) -> LeaseWord:
+        """A word that stands as long as the endpoint: for first contact without a claim."""
+        return self._hello
 
     def register(self, tensor: torch.Tensor) -> Region:
         """Register memory for the endpoint's life, before the first publish: peers learn of it at first contact."""
@@ -189,24 +220,49 @@ class NixlEndpoint:
 
         return LeaseWord(self._words.address(slot), nonce, revoke)
 
-    # -- fetcher's side ------------------------------------------------------------------------------------------------
+    def take_notices(self) -> list[bytes]:
+        """Return the notices that writers have sent since the last call. Waits for a batch under way: thread-safe,
+        but better called in a thread."""
+        try:
+            return self._agent.take_notices()
+        except AgentError as error:
+            raise TransferError(f"notices cannot be received: {error}") from error
 
-    async def check_lease(self, source: Source) -> None:
+    # -- reader's and writer's side ------------------------------------------------------------------------------------
+
+    async def meet(self, there: PeerMemory) -> None:
+        """Connect ahead of the first transfer. Raises ``PeerLostError``."""
+        if await finish(self._drive(self._read_word(there))) != there.nonce:
+            raise PeerLostError(f"replica {there.owner} cannot be reached: it has introduced itself, but is gone")
+
+    async def check_lease(self, there: PeerMemory) -> None:
         """Read the claim's word. Raises ``HandleExpiredError`` unless the claim stands, ``PeerLostError`` in time."""
-        if await finish(self._read_word(source)) != source.nonce:
-            raise HandleExpiredError(f"handle {source.handle_id} was released or its lease ran out")
+        await finish(self._drive(self._check(there)))
 
-    async def read_into(self, source: Source, moves: Sequence[Move], local: Region) -> None:
-        """Read straight into registered memory of the caller's. Ends only when nothing can write there any more.
+    async def read_into(self, there: PeerMemory, moves: Moves, local: Region) -> None:
+        """Read straight into registered memory of the caller's, and prove that the claim stood throughout.
 
-        There is no time-out, because giving up would leave the memory open to writes. A peer that dies ends the read
-        with ``PeerLostError`` at once; one that is merely frozen stalls it, if the transport needs the peer's help
-        (``tcp`` does, ``cma`` and RDMA do not), until it thaws or dies. A cancellation takes effect between batches.
+        Ends only when nothing can write there any more. There is no time-out, because giving up would leave the memory
+        open to writes. A peer that dies ends the read with ``PeerLostError`` at once; one that is merely frozen stalls
+        it, if the transport needs the peer's help (``tcp`` does, ``cma`` and RDMA do not), until it thaws or dies. A
+        cancellation takes effect between batches.
+
+        Raises ``HandleExpiredError`` or ``PeerLostError``.
         """
         stop = threading.Event()
-        await finish(self._read_batches(source, moves, local, stop), on_cancel=stop.set)
+        await finish(self._drive(self._read_checked(there, moves, local, stop)), on_cancel=stop.set)
 
-    async def read_bytes(self, source: Source, address: int, into: torch.Tensor) -> None:
+    async def write_from(self, there: PeerMemory, moves: Moves, local: Region, notice: bytes = b"") -> None:
+        """Write registered memory to the peer's; ``notice``, unless empty, reaches the peer after all of it.
+
+        Ends only when nothing can write any more, as ``read_into`` does. Cancelled in time, it sends no notice.
+
+        Raises ``HandleExpiredError`` if the claim has ended already, or ``PeerLostError``.
+        """
+        stop = threading.Event()
+        await finish(self._drive(self._write(there, moves, local, notice, stop)), on_cancel=stop.set)
+
+    async def read_bytes(self, there: PeerMemory, address: int, into: torch.Tensor) -> None:
         """Read a range into ordinary memory (uint8 ``[num_bytes]``), by way of the registered receive area.
 
         So the read is bounded in time: what a stalled peer may still write to is its piece of the receive area, which
@@ -215,10 +271,17 @@ class NixlEndpoint:
 
         Raises ``PeerLostError``, or ``TransferError`` when there is no room to receive.
         """
-        await finish(self._read_pieces(source, address, into))
+        await finish(self._read_pieces(there, address, into))
+
+    def in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """Run ``work`` where transfers run. Raises ``TransferError`` once closed."""
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        except RuntimeError as error:  # The executor was shut down.
+            raise TransferError(_SHUTTING_DOWN) from error
 
     def sweep(self) -> None:
-        """Clear away stalled reads that have ended. Thread-safe."""
+        """Clear away stalled reads that have ended, for which nobody waits. Thread-safe."""
         with self._peer_lock:
             stalled, self._stalled = self._stalled, []
         for read, reclaim in stalled:
@@ -232,13 +295,13 @@ class NixlEndpoint:
                 reclaim()
 
     def close(self) -> None:
-        """Stop the agent, once the reads under way have ended: their memory is kept until then. Idempotent."""
+        """Stop the agent, once the transfers under way have ended: their memory is kept until then. Idempotent."""
         with self._peer_lock:
             if self._is_closed:
                 return
             self._is_closed = True
         if not self._try_close():
-            _LOG.warning("%s: NIXL reads are still under way; closing when they end", self.owner)
+            _LOG.warning("%s: NIXL transfers are still under way; closing when they end", self.owner)
             threading.Thread(target=self._close_later, name="epd-nixl-close", daemon=True).start()
 
     def _try_close(self) -> bool:
@@ -254,36 +317,124 @@ class NixlEndpoint:
         while not self._try_close():
             time.sleep(0.05)
 
-    # -- reads, each run to its end ------------------------------------------------------------------------------------
+    # -- steps, run in a thread ----------------------------------------------------------------------------------------
 
-    async def _read_word(self, source: Source) -> int:
+    async def _drive(self, steps: Steps[T]) -> T:
+        """Run steps to their end. Never cancelled: callers run this inside ``finish``."""
+        while True:
+            outcome = await self.in_thread(_resume, steps)
+            if isinstance(outcome, _Ended):
+                value: T = outcome.value
+                return value
+            await asyncio.sleep(outcome)
+
+    def _check(self, there: PeerMemory, ended: str = "was released or its lease ran out") -> Steps[None]:
+        if (yield from self._read_word(there)) != there.nonce:
+            raise HandleExpiredError(f"{there.claim} {ended}")
+
+    def _read_checked(self, there: PeerMemory, moves: Moves, local: Region, stop: threading.Event) -> Steps[None]:
+        yield from self._check(there)
+        yield from self._read_batches(there, moves, local, stop)
+        yield from self._check(there)
+
+    def _read_batches(self, there: PeerMemory, moves: Moves, local: Region, stop: threading.Event) -> Steps[None]:
+        for index, batch in enumerate(batches(moves, _MAX_BATCH_BYTES)):
+            if index > 0:
+                yield 0.0
+            if stop.is_set():
+                return
+            yield from self._transfer("READ", there, batch, local, there.memory)
+
+    def _write(
+        self, there: PeerMemory, moves: Moves, local: Region, notice: bytes, stop: threading.Event
+    ) -> Steps[None]:
+        yield from self._check(there, "is closed: nothing more is to be written there")
+        num_left = int(moves[:, 2].sum())
+        for batch in batches(moves, _MAX_BATCH_BYTES):
+            if stop.is_set():
+                return
+            num_left -= int(batch[:, 2].sum())
+            yield from self._transfer("WRITE", there, batch, local, there.memory, notice=b"" if num_left else notice)
+            if num_left:
+                yield 0.0
+        if notice and not len(moves):
+            self._notify(there, notice)
+
+    def _read_word(self, there: PeerMemory) -> Steps[int]:
         with self._memory_lock:
             if not self._words.free_scratch:
-                raise TransferError(f"{_NUM_SCRATCH_WORDS} fetches are under way: no more can start")
+                raise TransferError(f"{_NUM_SCRATCH_WORDS} transfers are starting: no more can")
             slot = self._words.free_scratch.pop()
-        move = Move(source.word_address, self._words.address(slot), self._words.memory.itemsize)
+        move = Move(there.word_address, self._words.address(slot), self._words.memory.itemsize)
         reclaim = partial(self._reclaim_scratch, slot)
-        await self._run(source, [move], self._word_region, ("DRAM", 0), self._contact_timeout_s, reclaim)
+        yield from self._transfer(
+            "READ",
+            there,
+            np.array([move]),
+            self._word_region,
+            ("DRAM", 0),
+            timeout_s=self._contact_timeout_s,
+            reclaim=reclaim,
+        )
         value = int(self._words.memory[slot])
         reclaim()
         return value
 
-    async def _read_batches(self, source: Source, moves: Sequence[Move], local: Region, stop: threading.Event) -> None:
-        for batch in batches(moves, _MAX_BATCH_BYTES):
-            if stop.is_set():
-                return
-            await self._run(source, batch, local, source.memory)
+    def _transfer(
+        self,
+        operation: Literal["READ", "WRITE"],
+        there: PeerMemory,
+        moves: Moves,
+        local: Region,
+        remote: tuple[str, int],
+        *,
+        timeout_s: float | None = None,
+        reclaim: Callable[[], None] = lambda: None,
+        notice: bytes = b"",
+    ) -> Steps[None]:
+        """Post one transfer and see it end.
 
-    async def _read_pieces(self, source: Source, address: int, into: torch.Tensor) -> None:
+        Unless this returns, ``reclaim`` is called once nothing can write to ``local`` any more.
+        """
+        try:
+            posted = self._post(operation, there, moves, local, remote, notice)
+        except BaseException:
+            reclaim()
+            raise
+        budget_s, pause_s = _SLICE_S, _FIRST_PAUSE_S
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._advance(posted, budget_s) is State.ACTIVE:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                with self._peer_lock:
+                    posted.peer.num_stalled += 1
+                    self._stalled.append((posted, reclaim))
+                raise PeerLostError(f"replica {there.owner} cannot be reached: no answer within {timeout_s} s")
+            yield pause_s
+            budget_s, pause_s = 0.0, min(2 * pause_s, _LAST_PAUSE_S)
+        if posted.state is State.FAILED:
+            reclaim()
+            raise PeerLostError(f"replica {there.owner} cannot be reached: the connection broke")
+
+    async def _read_pieces(self, there: PeerMemory, address: int, into: torch.Tensor) -> None:
         for start in range(0, into.nbytes, _MAX_RECEIVE_PIECE_BYTES):
             piece = into[start : start + _MAX_RECEIVE_PIECE_BYTES]
             offset = await self._take_room(piece.nbytes)
-            move = Move(address + start, self._receive_region.address + offset, piece.nbytes)
-            reclaim = partial(self._reclaim_room, offset)
-            await self._run(source, [move], self._receive_region, source.memory, self._read_timeout_s, reclaim)
-            received = self._receive[offset : offset + piece.nbytes]
-            await self._in_thread(lambda piece=piece, received=received: piece.copy_(received))
-            reclaim()
+            await self._drive(self._read_piece(there, address + start, piece, offset))
+
+    def _read_piece(self, there: PeerMemory, address: int, into: torch.Tensor, offset: int) -> Steps[None]:
+        move = Move(address, self._receive_region.address + offset, into.nbytes)
+        reclaim = partial(self._reclaim_room, offset)
+        yield from self._transfer(
+            "READ",
+            there,
+            np.array([move]),
+            self._receive_region,
+            there.memory,
+            timeout_s=self._read_timeout_s,
+            reclaim=reclaim,
+        )
+        into.copy_(self._receive[offset : offset + into.nbytes])
+        reclaim()
 
     async def _take_room(self, num_bytes: int) -> int:
         """Wait for a piece of the receive area, as long as a read may take."""
@@ -305,65 +456,48 @@ class NixlEndpoint:
         with self._memory_lock:
             self._receive_ranges.free(offset)
 
-    async def _run(
+    # -- one call of the agent, and who is met -------------------------------------------------------------------------
+
+    def _post(
         self,
-        source: Source,
-        moves: Sequence[Move],
+        operation: Literal["READ", "WRITE"],
+        there: PeerMemory,
+        moves: Moves,
         local: Region,
         remote: tuple[str, int],
-        timeout_s: float | None = None,
-        reclaim: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Read to the end. Unless this returns, ``reclaim`` is called once nothing can write to ``local`` any more.
-
-        Never cancelled: callers run inside ``finish``.
-        """
-        try:
-            read = await self._in_thread(self._start, source, moves, local, remote)
-        except BaseException:
-            reclaim()
-            raise
-        pause_s = _FIRST_PAUSE_S
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while read.state is State.ACTIVE:
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                with self._peer_lock:
-                    read.peer.num_stalled += 1
-                    self._stalled.append((read, reclaim))
-                raise PeerLostError(f"replica {source.owner} cannot be reached: no answer within {timeout_s} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-            await self._in_thread(self._advance, read, 0.0)
-        if read.state is State.FAILED:
-            reclaim()
-            raise PeerLostError(f"replica {source.owner} cannot be reached: the connection broke")
-
-    def _in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-
-    # -- in a thread ---------------------------------------------------------------------------------------------------
-
-    def _start(self, source: Source, moves: Sequence[Move], local: Region, remote: tuple[str, int]) -> _Read:
-        """Post a read and give it a slice of time. Raises ``PeerLostError``."""
+        notice: bytes,
+    ) -> _Posted:
+        """Post a transfer, to the peer as it is now. Raises ``PeerLostError``."""
         self.sweep()
-        peer = self._contact(source)
+        peer = self._contact(there)
+        here = local.kind, local.device
         try:
-            transfer = self._agent.read(peer.name, moves, local=(local.kind, local.device), remote=remote)
+            transfer = self._agent.post(operation, peer.name, moves, local=here, remote=remote, notice=notice)
         except AgentError as error:
             self._leave(peer, is_lost=True)
-            raise PeerLostError(f"replica {source.owner} cannot be reached: {error}") from error
-        read = _Read(peer, transfer)
-        self._advance(read, _SLICE_S)
-        return read
+            raise PeerLostError(f"replica {there.owner} cannot be reached: {error}") from error
+        return _Posted(peer, transfer)
 
-    def _advance(self, read: _Read, budget_s: float) -> State:
-        """Wait for a read for at most ``budget_s``; once it has ended, let go of it."""
+    def _notify(self, there: PeerMemory, notice: bytes) -> None:
+        """Send a notice alone. Raises ``PeerLostError``."""
+        peer = self._contact(there)
+        is_lost = True
+        try:
+            self._agent.notify(peer.name, notice)
+            is_lost = False
+        except AgentError as error:
+            raise PeerLostError(f"replica {there.owner} cannot be reached: {error}") from error
+        finally:
+            self._leave(peer, is_lost=is_lost)
+
+    def _advance(self, posted: _Posted, budget_s: float) -> State:
+        """Wait for a transfer for at most ``budget_s``; once it has ended, let go of it."""
         started_s = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
-        state = read.transfer.state
+        state = posted.transfer.state
         while state is State.ACTIVE:
             try:
-                state = self._agent.poll(read.transfer)
+                state = self._agent.poll(posted.transfer)
             except AgentError:
                 state = State.FAILED
             elapsed_s = time.monotonic() - started_s
@@ -374,35 +508,43 @@ class NixlEndpoint:
                 sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
         if state is not State.ACTIVE:
             with contextlib.suppress(AgentError):
-                self._agent.release(read.transfer)
-            self._leave(read.peer, is_lost=state is State.FAILED)
-            read.state = state
+                self._agent.release(posted.transfer)
+            self._leave(posted.peer, is_lost=state is State.FAILED)
+            posted.state = state
         return state
 
-    def _contact(self, source: Source) -> _Peer:
+    def _contact(self, there: PeerMemory) -> _Peer:
         """Return the connected peer, counted as active. Raises ``PeerLostError``."""
         with self._peer_lock:
             if self._is_closed:
-                raise TransferError("this replica is shutting down and fetches nothing any more")
-            peer = self._peers.pop(source.agent, None)
+                raise TransferError(_SHUTTING_DOWN)
+            peer = self._peers.pop(there.agent, None)
             if peer is None:
+                self._supersede(there.owner)
                 self._make_way()
                 try:
-                    peer = _Peer(self._agent.add_peer(source.description))
+                    peer = _Peer(self._agent.add_peer(there.description), there.owner)
                 except AgentError as error:
-                    raise PeerLostError(f"replica {source.owner} cannot be reached: {error}") from error
-            self._peers[source.agent] = peer  # Last in order: used most recently.
+                    raise PeerLostError(f"replica {there.owner} cannot be reached: {error}") from error
+            self._peers[there.agent] = peer  # Last in order: used most recently.
             if peer.is_lost or peer.num_stalled:
-                raise PeerLostError(f"replica {source.owner} cannot be reached: it does not answer earlier reads")
+                raise PeerLostError(f"replica {there.owner} cannot be reached: it does not answer earlier calls")
             peer.num_active += 1
             return peer
 
     def _leave(self, peer: _Peer, *, is_lost: bool) -> None:
-        """Count a read as ended. A lost peer is forgotten with its last one: a new handle makes contact anew."""
+        """Count a transfer as ended. A lost peer is forgotten with its last one: a new handle makes contact anew."""
         with self._peer_lock:
             peer.num_active -= 1
             peer.is_lost = peer.is_lost or is_lost
-            if peer.is_lost and peer.num_active == 0:
+            if (peer.is_lost or peer.is_superseded) and peer.num_active == 0:
+                self._forget(peer)
+
+    def _supersede(self, owner: str) -> None:
+        """Let go of earlier agents of a replica that has restarted, each when it is idle. The caller has the lock."""
+        for peer in [peer for peer in self._peers.values() if peer.owner == owner]:
+            peer.is_superseded = True
+            if peer.num_active == 0:
                 self._forget(peer)
 
     def _make_way(self) -> None:
@@ -416,3 +558,10 @@ class NixlEndpoint:
         self._peers.pop(peer.name, None)
         with contextlib.suppress(AgentError):
             self._agent.remove_peer(peer.name)
+
+
+def _resume(steps: Steps[T]) -> float | _Ended[T]:
+    try:
+        return next(steps)
+    except StopIteration as end:
+        return _Ended(end.value)

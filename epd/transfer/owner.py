@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from epd.cache.kv_cache import KVCache
+from epd.cache.kv_cache import KVCache, differing_parts
 from epd.errors import IncompatiblePeerError, TransferError
 from epd.transfer.leases import LeaseTable
 from epd.transfer.slab import EmbeddingSlab, StoredEmbedding, wait_for_device
-from epd.types import EmbeddingHandle, Handle, KVHandle, KVTarget
+from epd.types import EmbeddingHandle, KVHandle, KVTarget
 
 __all__ = ["EmbeddingOwner", "KVOwner"]
 
@@ -116,10 +116,23 @@ class KVOwner:
 
     def _check_fetch(self, handle: KVHandle, into: Sequence[int], first_block: int) -> None:
         _check_open(self._leases)
-        what = "KV blocks", "engine.block_size, model, revision and dtype"
-        _check_peer(handle, self.owner, self.backend, self._kv_cache.layout, *what)
+        self._check_peer(handle.owner, handle.backend, handle.layout)
         _check_range("blocks", first_block, len(into), handle.num_blocks)
         self._check_blocks(into)
+
+    def _check_push(self, target: KVTarget, block_ids: Sequence[int], first_block: int, is_last: bool) -> None:
+        _check_open(self._leases)
+        self._check_peer(target.owner, target.backend, target.layout)
+        self._check_blocks(block_ids)
+        end, target_end = first_block + len(block_ids), target.first_block + target.num_blocks
+        if first_block < 0 or end > target_end:
+            raise ValueError(f"blocks [{first_block}, {end}) are outside a target that ends at block {target_end}")
+        if is_last and end != target_end:
+            raise ValueError(f"the last push ends at block {end}, but the target at block {target_end}")
+
+    def _check_peer(self, owner: str, backend: str, layout: str) -> None:
+        what = "KV blocks", "engine.block_size, model, revision, dtype and package version"
+        _check_peer((owner, backend, layout), (self.owner, self.backend, self._kv_cache.layout), *what)
 
     def _check_blocks(self, block_ids: Sequence[int]) -> None:
         outside = [block_id for block_id in block_ids if not 0 <= block_id < self._kv_cache.num_blocks]
@@ -196,7 +209,7 @@ class EmbeddingOwner:
     def _check_fetch(self, handle: EmbeddingHandle) -> None:
         _check_open(self._leases)
         what = "embeddings", "model, revision and dtype"
-        _check_peer(handle, self.owner, self.backend, self._layout, *what)
+        _check_peer((handle.owner, handle.backend, handle.layout), (self.owner, self.backend, self._layout), *what)
         expected_bytes = handle.num_tokens * self._slab.width * self._slab.dtype.itemsize
         if handle.nbytes != expected_bytes:
             raise IncompatiblePeerError(
@@ -210,18 +223,21 @@ class EmbeddingOwner:
 
 def _check_open(leases: LeaseTable[Any]) -> None:
     if leases.is_closed:
-        raise TransferError("this replica is shutting down and fetches nothing any more")
+        raise TransferError("this replica is shutting down and transfers nothing any more")
 
 
-def _check_peer(handle: Handle, owner: str, backend: str, layout: str, what: str, to_check: str) -> None:
-    if handle.backend != backend:
+def _check_peer(theirs: tuple[str, str, str], ours: tuple[str, str, str], what: str, to_check: str) -> None:
+    """Compare (owner, backend, layout) of a peer with this replica's. Raises ``IncompatiblePeerError``."""
+    (their_name, their_backend, their_layout), (our_name, our_backend, our_layout) = theirs, ours
+    if their_backend != our_backend:
         raise IncompatiblePeerError(
-            f"replica {handle.owner} offers {what} over {handle.backend}, but replica {owner} uses {backend}: "
+            f"replica {their_name} offers {what} over {their_backend}, but replica {our_name} uses {our_backend}: "
             "set args.transfer.backend to one that every replica can use"
         )
-    if handle.layout != layout:
+    if their_layout != our_layout:
+        their_part, our_part = differing_parts(their_layout, our_layout)
         raise IncompatiblePeerError(
-            f"replica {handle.owner} holds {what} of layout {handle.layout}, but replica {owner} expects {layout}: "
+            f"replica {their_name} has {what} of {their_part}, but replica {our_name} expects {our_part}: "
             f"check that both run the same {to_check}"
         )
 

@@ -19,7 +19,7 @@ from epd.transfer.base import EmbeddingConnector, KVConnector
 from epd.transfer.by_reference import ByReferenceKVConnector
 from epd.transfer.factory import Connectors, build_connectors, resolve_backend
 from epd.transfer.in_process import InProcessPeers
-from epd.types import EmbeddingHandle, KVHandle, KVSpec
+from epd.types import EmbeddingHandle, KVHandle, KVSpec, KVTarget
 
 WIDTH = 24
 SLAB_BYTES = 64 * 1024
@@ -109,11 +109,16 @@ class Cluster:
     ]
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    cluster = Cluster(request.param)
+    yield from check_at_rest(Cluster(request.param))
+
+
+def check_at_rest(cluster: Cluster) -> Iterator[Cluster]:
+    """Lend a cluster to a test, and see afterwards that nothing is left claimed."""
     yield cluster
     for replica in cluster.replicas:
+        assert replica.kv.num_targets == 0, "a test that is done with a target closes it"
         replica.connectors.close()
-        assert (replica.kv.num_live, replica.kv.live_bytes) == (0, 0)
+        assert (replica.kv.num_live, replica.kv.live_bytes, replica.kv.num_targets) == (0, 0, 0)
         assert (replica.embedding.num_live, replica.embedding.live_bytes) == (0, 0)
 
 
@@ -293,18 +298,25 @@ async def test_a_closed_replica_fetches_nothing(cluster: Cluster) -> None:
 # -- KV: what goes wrong -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("difference", [{"model": "model@2"}, {"dtype": "bfloat16"}, {"block_size": 8}])
-async def test_another_layout_is_refused_in_words(cluster: Cluster, difference: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("difference", "values"),
+    [
+        ({"model": "model@2"}, ("model=model@2", "model=model@1")),
+        ({"dtype": "bfloat16"}, ("dtype=bfloat16", "dtype=float32")),
+        ({"block_size": 8}, ("block_size=8", "block_size=4")),
+    ],
+)
+async def test_another_layout_is_refused_with_both_sides_values(
+    cluster: Cluster, difference: dict[str, object], values: tuple[str, str]
+) -> None:
     owner, fetcher = cluster.add("owner", **difference), cluster.add("fetcher")  # type: ignore[arg-type]
     before = fetcher.blocks.clone()
     with pytest.raises(IncompatiblePeerError) as caught:
         await fetcher.kv.fetch(publish(owner, [1]), [1])
-    message = str(caught.value)
-    assert "replica owner" in message
-    assert "replica fetcher" in message
-    assert owner.kv_cache.layout in message
-    assert fetcher.kv_cache.layout in message
-    assert "engine.block_size, model, revision and dtype" in message
+    assert str(caught.value) == (
+        f"replica owner has KV blocks of {values[0]}, but replica fetcher expects {values[1]}: "
+        "check that both run the same engine.block_size, model, revision, dtype and package version"
+    )
     assert torch.equal(fetcher.blocks, before)
 
 
@@ -363,6 +375,282 @@ async def test_a_failing_read_holds_no_claim(cluster: Cluster) -> None:
         owner.kv.read(handle.handle_id, 0, 2)
     owner.kv.release(handle.handle_id)
     assert on_free.count == 1
+
+
+# -- KV: pushed instead ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pushing() -> Iterator[Cluster]:
+    """A cluster of each backend that supports pushing."""
+    if not HAS_NIXL:
+        pytest.skip("nixl is not installed or does not work")
+    yield from check_at_rest(Cluster("nixl"))
+
+
+async def push(writer: Replica, target: KVTarget, block_ids: list[int], chunk: int = 1000) -> int:
+    """Push a whole prompt's blocks in chunks, as prefill does."""
+    num_bytes = 0
+    for first in range(0, len(block_ids), chunk):
+        ids = block_ids[first : first + chunk]
+        num_bytes += await writer.kv.push(target, ids, first, is_last=first + len(ids) == len(block_ids))
+    return num_bytes
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 9])
+@pytest.mark.parametrize(
+    ("source", "into"),
+    [
+        ([4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25]),
+        ([7, 8, 9, 2, 30, 3], [0, 1, 20, 21, 22, 5]),
+        ([31], [0]),
+    ],
+)
+async def test_pushed_blocks_land_equal_and_in_order(
+    pushing: Cluster, source: list[int], into: list[int], chunk: int
+) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    untouched = reader.blocks.clone()
+    target = reader.kv.accept(into, 0)
+    assert (target.owner, target.first_block, target.num_blocks) == ("reader", 0, len(into))
+    assert await push(writer, target, source, chunk) == len(into) * writer.kv_cache.block_bytes
+    await reader.kv.landed(target.target_id)
+    assert torch.equal(reader.blocks[into], writer.blocks[source])
+    others = [block_id for block_id in range(32) if block_id not in into]
+    assert torch.equal(reader.blocks[others], untouched[others])
+    reader.kv.close_target(target.target_id)
+    assert reader.kv.num_targets == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+async def test_blocks_that_the_reader_has_cached_are_not_pushed(pushing: Cluster, chunk: int) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    target = reader.kv.accept([9, 8], first_block=3)
+    untouched = reader.blocks.clone()
+    assert await push(writer, target, [1, 2, 3, 11, 12], chunk) == 2 * writer.kv_cache.block_bytes
+    await reader.kv.landed(target.target_id)
+    assert torch.equal(reader.blocks[[9, 8]], writer.blocks[[11, 12]])
+    untouched[[9, 8]] = writer.blocks[[11, 12]]
+    assert torch.equal(reader.blocks, untouched)
+    reader.kv.close_target(target.target_id)
+
+
+async def test_a_prompt_that_the_reader_has_whole_is_only_announced(pushing: Cluster) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    target = reader.kv.accept([], first_block=3)
+    assert await push(writer, target, [1, 2, 3]) == 0
+    await reader.kv.landed(target.target_id)
+    reader.kv.close_target(target.target_id)
+
+
+async def test_the_last_push_may_be_empty(pushing: Cluster) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    target = reader.kv.accept([5, 6], 0)
+    await writer.kv.push(target, [1, 2], 0, is_last=False)
+    assert await writer.kv.push(target, [], 2, is_last=True) == 0
+    await reader.kv.landed(target.target_id)
+    assert torch.equal(reader.blocks[[5, 6]], writer.blocks[[1, 2]])
+    reader.kv.close_target(target.target_id)
+
+
+async def test_a_replica_pushes_to_itself(pushing: Cluster) -> None:
+    replica = pushing.add("both")
+    target = replica.kv.accept([20, 10, 11], first_block=1)
+    await push(replica, target, [1, 2, 3, 4], 2)
+    await replica.kv.landed(target.target_id)
+    assert torch.equal(replica.blocks[[20, 10, 11]], replica.blocks[[2, 3, 4]])
+    replica.kv.close_target(target.target_id)
+    with pytest.raises(HandleExpiredError):
+        await push(replica, target, [1, 2, 3, 4])
+
+
+async def test_nothing_has_landed_before_the_last_push(pushing: Cluster) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    target = reader.kv.accept([5, 6], 0)
+    await writer.kv.push(target, [1], 0, is_last=False)
+    landing = asyncio.create_task(reader.kv.landed(target.target_id))
+    fetched = publish(writer, [3])
+    await reader.kv.fetch(fetched, [3])  # A notice, had one been sent, would be here by now.
+    assert not landing.done()
+    await writer.kv.push(target, [2], 1, is_last=True)
+    await landing
+    assert torch.equal(reader.blocks[[5, 6]], writer.blocks[[1, 2]])
+    reader.kv.close_target(target.target_id)
+
+
+async def test_two_hundred_pushes_at_once_do_not_mix(pushing: Cluster) -> None:
+    writers, reader = [pushing.add(f"writer-{i}") for i in range(2)], pushing.add("reader")
+
+    async def one(turn: int) -> None:
+        block_id = turn % 32
+        async with free[block_id]:
+            target = reader.kv.accept([block_id], 0)
+            writer = writers[turn // 32 % 2]
+            await asyncio.gather(push(writer, target, [31 - block_id]), reader.kv.landed(target.target_id))
+            assert torch.equal(reader.blocks[block_id], writer.blocks[31 - block_id])
+            reader.kv.close_target(target.target_id)
+
+    free = [asyncio.Lock() for _ in range(32)]
+    await asyncio.gather(*(one(turn) for turn in range(200)))
+    assert reader.kv.num_targets == 0
+
+
+async def test_a_closed_target_takes_nothing_and_its_notice_is_dropped(pushing: Cluster) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    closed, opened = reader.kv.accept([5], 0), reader.kv.accept([6], 0)
+    await push(writer, closed, [1])
+    for _ in range(2):
+        reader.kv.close_target(closed.target_id)
+    reader.kv.close_target("never opened")
+    before = reader.blocks.clone()
+    with pytest.raises(HandleExpiredError, match="is closed"):
+        await push(writer, closed, [2])
+    with pytest.raises(HandleExpiredError, match="is closed"):
+        await reader.kv.landed(closed.target_id)
+    assert torch.equal(reader.blocks, before)
+    await push(writer, opened, [2])
+    await reader.kv.landed(opened.target_id)  # Collects both notices.
+    assert torch.equal(reader.blocks[6], writer.blocks[2])
+    with pytest.raises(HandleExpiredError, match="is closed"):
+        await reader.kv.landed(closed.target_id)
+    reader.kv.close_target(opened.target_id)
+
+
+async def test_target_ids_are_not_guessed_or_repeated(pushing: Cluster) -> None:
+    reader = pushing.add("reader")
+    targets = [reader.kv.accept([1], 0) for _ in range(100)]
+    assert len({target.target_id for target in targets}) == 100
+    assert min(len(target.target_id) for target in targets) >= 32
+    for target in targets:
+        reader.kv.close_target(target.target_id)
+
+
+async def test_pushes_outside_the_target_or_the_cache_are_refused(pushing: Cluster) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    before = reader.blocks.clone()
+    target = reader.kv.accept([1, 2], first_block=1)
+    with pytest.raises(ValueError, match="outside a target that ends at block 3"):
+        await writer.kv.push(target, [1, 2], 2, is_last=True)
+    with pytest.raises(ValueError, match="ends at block 2, but the target at block 3"):
+        await writer.kv.push(target, [1, 2], 0, is_last=True)
+    with pytest.raises(ValueError, match="outside the cache"):
+        await writer.kv.push(target, [32], 1, is_last=False)
+    with pytest.raises(ValueError, match="outside the cache"):
+        reader.kv.accept([32], 0)
+    assert torch.equal(reader.blocks, before)
+    reader.kv.close_target(target.target_id)
+
+
+async def test_a_target_of_another_layout_or_backend_is_refused_with_both_sides_values(pushing: Cluster) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader", block_size=8)
+    before = reader.blocks.clone()
+    target = reader.kv.accept([1], 0)
+    with pytest.raises(
+        IncompatiblePeerError, match=r"reader has .* block_size=8, but replica writer .* block_size=4: "
+    ):
+        await push(writer, target, [1])
+    with pytest.raises(IncompatiblePeerError, match=r"over pigeon.*args\.transfer\.backend"):
+        await push(writer, replace(target, backend="pigeon"), [1])
+    ours = replace(target, layout=writer.kv_cache.layout)
+    with pytest.raises(IncompatiblePeerError, match="run the same version"):
+        await push(writer, ours, [1])
+    assert torch.equal(reader.blocks, before)
+    reader.kv.close_target(target.target_id)
+
+
+async def test_a_lost_reader_fails_the_push_fast_and_harms_nobody_else(pushing: Cluster) -> None:
+    reader, other, writer = pushing.add("reader"), pushing.add("other"), pushing.add("writer")
+    target, kept = reader.kv.accept([1, 2], 0), other.kv.accept([5], 0)
+    await writer.kv.push(target, [1], 0, is_last=False)
+    pushing.lose(reader)
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            with pytest.raises((PeerLostError, HandleExpiredError)):
+                await writer.kv.push(target, [2], 1, is_last=True)
+    await push(writer, kept, [3])
+    await other.kv.landed(kept.target_id)
+    assert torch.equal(other.blocks[5], writer.blocks[3])
+    other.kv.close_target(kept.target_id)
+
+
+async def test_a_restarted_reader_is_met_anew(pushing: Cluster) -> None:
+    reader, writer = pushing.add("reader"), pushing.add("writer")
+    await push(writer, old := reader.kv.accept([1], 0), [1])
+    pushing.lose(reader)
+    restarted = pushing.add("reader")
+    with pytest.raises((PeerLostError, HandleExpiredError)):
+        await push(writer, old, [1])
+    target = restarted.kv.accept([2], 0)
+    await push(writer, target, [2])
+    await restarted.kv.landed(target.target_id)
+    assert torch.equal(restarted.blocks[2], writer.blocks[2])
+    restarted.kv.close_target(target.target_id)
+
+
+async def test_a_cancelled_push_writes_nothing_after_it_has_unwound(pushing: Cluster) -> None:
+    writer, reader = pushing.add("writer"), pushing.add("reader")
+    into = list(range(16))
+    for num_turns in range(8):
+        target = reader.kv.accept(into, 0)
+        task = asyncio.create_task(push(writer, target, into))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        reader.blocks.fill_(num_turns)
+        kept = reader.kv.accept([31], 0)
+        await push(writer, kept, [31])  # Whatever was left behind has had its turn when this is done.
+        await reader.kv.landed(kept.target_id)
+        assert (reader.blocks[:16] == num_turns).all()
+        reader.kv.close_target(target.target_id)
+        reader.kv.close_target(kept.target_id)
+
+
+async def test_closing_a_replica_closes_its_targets(pushing: Cluster) -> None:
+    reader = pushing.add("reader")
+    target = reader.kv.accept([1], 0)
+    landing = asyncio.create_task(reader.kv.landed(target.target_id))
+    await asyncio.sleep(0)
+    reader.connectors.close()
+    with pytest.raises(TransferError):
+        await landing
+    assert reader.kv.num_targets == 0
+    with pytest.raises(TransferError, match="shutting down"):
+        reader.kv.accept([1], 0)
+    reader.kv.close_target(target.target_id)
+
+
+# -- KV: contact ahead of the first transfer ---------------------------------------------------------------------------
+
+
+async def test_replicas_that_have_met_transfer_both_ways(cluster: Cluster) -> None:
+    first, second = cluster.add("first"), cluster.add("second")
+    for _ in range(2):
+        await first.kv.meet(second.kv.introduction())
+        await first.kv.meet(first.kv.introduction())
+    await second.kv.fetch(publish(first, [1]), [2])
+    await first.kv.fetch(publish(second, [3]), [4])
+    assert torch.equal(second.blocks[2], first.blocks[1])
+    assert torch.equal(first.blocks[4], second.blocks[3])
+
+
+async def test_meeting_a_replica_of_another_layout_tells_both_sides_values(pushing: Cluster) -> None:
+    ours, theirs = pushing.add("ours"), pushing.add("theirs", model="model@2")
+    with pytest.raises(
+        IncompatiblePeerError, match=r"theirs has KV blocks of model=model@2, .* ours expects model=model@1"
+    ):
+        await ours.kv.meet(theirs.kv.introduction())
+
+
+async def test_an_introduction_that_is_not_understood_or_no_longer_true_is_told_so(pushing: Cluster) -> None:
+    ours, theirs = pushing.add("ours"), pushing.add("theirs")
+    introduction = theirs.kv.introduction()
+    for broken in (b"", b"{}", b"[]\n", introduction[:-1], introduction[: introduction.index(b"\n") + 9]):
+        with pytest.raises(IncompatiblePeerError, match="run the same version"):
+            await ours.kv.meet(broken)
+    pushing.lose(theirs)
+    with pytest.raises(PeerLostError, match="replica theirs cannot be reached"):
+        await ours.kv.meet(introduction)
 
 
 # -- Embeddings --------------------------------------------------------------------------------------------------------

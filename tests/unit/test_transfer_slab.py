@@ -97,11 +97,12 @@ def test_planned_reads_move_every_wanted_byte_to_its_place(
     random.shuffle(into)  # type: ignore[attr-defined]
     into = into[: len(source) - first]
     remote = skip_bytes(block_runs(source, 10_000, block_bytes), first * block_bytes)
-    moves = plan_moves(list(remote), block_runs(into, 50_000, block_bytes))
+    moves = plan_moves(remote, block_runs(into, 50_000, block_bytes))
     seen: dict[int, int] = {}
     for batch in batches(moves, batch_bytes):
-        assert 0 < sum(move.num_bytes for move in batch) <= batch_bytes
-        for move in batch:
+        assert 0 < batch[:, 2].sum() <= batch_bytes
+        assert (batch[:, 2] > 0).all()
+        for move in (Move(*row) for row in batch.tolist()):
             for i in range(move.num_bytes):
                 assert move.local_address + i not in seen
                 seen[move.local_address + i] = move.remote_address + i
@@ -113,7 +114,17 @@ def test_planned_reads_move_every_wanted_byte_to_its_place(
 
 
 def test_adjacent_blocks_become_one_read() -> None:
-    assert block_runs([4, 5, 6, 2], 100, 10) == [Run(140, 30), Run(120, 10)]
+    assert block_runs([4, 5, 6, 2], 100, 10).tolist() == [list(Run(140, 30)), list(Run(120, 10))]
     moves = plan_moves(block_runs([4, 5, 6], 100, 10), block_runs([1, 2, 7], 500, 10))
-    assert moves == [Move(140, 510, 20), Move(160, 570, 10)]
-    assert list(batches(moves, 100)) == [moves]
+    assert moves.tolist() == [list(Move(140, 510, 20)), list(Move(160, 570, 10))]
+    assert [batch.tolist() for batch in batches(moves, 100)] == [moves.tolist()]
+
+
+def test_no_blocks_are_no_moves_and_a_side_that_is_too_short_is_an_error() -> None:
+    none = block_runs([], 100, 10)
+    assert none.shape == (0, 2)
+    assert skip_bytes(none, 0).shape == (0, 2)
+    assert plan_moves(block_runs([1], 100, 10), none).shape == (0, 3)
+    assert not list(batches(plan_moves(none, none), 100))
+    with pytest.raises(ValueError, match="shorter than 20 bytes"):
+        plan_moves(block_runs([1], 100, 10), block_runs([1, 2], 100, 10))
