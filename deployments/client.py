@@ -30,7 +30,7 @@ from deployments.failures import translated
 from deployments.messages import ChannelMessage, Payloads, ReplicaAddress, Reply, StreamItem
 from deployments.token_channel import ChannelLostError, Lane, TokenChannel
 from epd.errors import EpdError, PeerLostError, StageFailedError
-from epd.types import Encoded, Prefilled, Prompt, ReplicaLoad, Request, Stage, TokenChunk
+from epd.types import EmbeddingHandle, Encoded, Prefilled, Prompt, ReplicaLoad, Request, Stage, TokenChunk
 
 if TYPE_CHECKING:
     import torch
@@ -180,6 +180,12 @@ class RayStageClient:
             lane.end()
         except BaseException as error:  # raised again where the lane is read
             lane.end(error)
+
+    async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
+        with translated(self._lost(Stage.PREFILL)):
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                reply: Reply[bool] = await self._replica.call("provide", leg_id, index, handle)
+                return self._taken(reply)
 
     async def release(self, handle_ids: Sequence[str]) -> None:
         """Release, whatever becomes of the caller: a cancelled request must still free its memory."""

@@ -45,6 +45,7 @@ class Exchange:
     placer: Placer
     metrics: IngressMetrics
     max_attempts: int
+    overlap: bool = True
     clock: Callable[[], float] = time.monotonic
     generations: list[Generation] = field(init=False)
     num_open: int = field(init=False)
@@ -104,7 +105,9 @@ class Exchange:
         place = partial(self.placer.place, mode=self.wish.mode, slo=self.wish.slo)
         try:
             with self.placer.taking_in(request.request_id) as first_token:
-                stream = generation.deltas(place, client_of, max_attempts=self.max_attempts, clock=self.clock)
+                stream = generation.deltas(
+                    place, client_of, max_attempts=self.max_attempts, overlap=self.overlap, clock=self.clock
+                )
                 async with contextlib.aclosing(stream):
                     async for deltas in stream:
                         if generation.timeline.first_token_s is not None:

@@ -72,6 +72,7 @@ class Generation:
         client_of: ClientOf,
         *,
         max_attempts: int,
+        overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> AsyncGenerator[tuple[Delta, ...]]:
         """Yield what the choices gain until all have ended. Leaving early aborts every stage.
@@ -83,7 +84,9 @@ class Generation:
         self.report = self.prepared.report
         texts = {choice: self.prepared.make_text() for choice in range(request.sampling.n)}
         is_open, is_running = set(texts), set(texts)
-        updates = generate(request, self.prepared.payloads, place, client_of, max_attempts=max_attempts)
+        updates = generate(
+            request, self.prepared.payloads, place, client_of, max_attempts=max_attempts, overlap=overlap
+        )
         async with contextlib.aclosing(updates):
             async for update in updates:
                 self._note(update, clock())

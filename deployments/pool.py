@@ -21,7 +21,7 @@ from deployments.token_channel import Outlets
 from epd.errors import AdmissionRejectedError
 from epd.stages.stats import WorkerStats
 from epd.transfer.base import PeerClient
-from epd.types import Encoded, Prefilled, Prompt, ReplicaLoad, Request, StageClient
+from epd.types import EmbeddingHandle, Encoded, Prefilled, Prompt, ReplicaLoad, Request, StageClient
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +103,9 @@ class StagePool:
         async with contextlib.aclosing(self._outlets.messages(channel_id)) as messages:
             async for items in messages:
                 yield ChannelMessage(items, loads.if_due())
+
+    async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> Reply[bool]:
+        return self._reply(await self._worker.provide(leg_id, index, handle))
 
     async def release(self, handle_ids: Sequence[str]) -> Reply[None]:
         await self._worker.release(handle_ids)

@@ -162,7 +162,8 @@ class OpenAIService:
             self._check_model(body)
             wish = self._wish(http, body)
             prepared = await self._within_deadline(prepare, body)
-            exchange = Exchange(prepared, wish, timeline, self._placer, self._metrics, self._config.router.max_attempts)
+            limits = self._config.router.max_attempts, self._config.transfer.overlap
+            exchange = Exchange(prepared, wish, timeline, self._placer, self._metrics, *limits)
             reply = make_reply(body.model or self._config.model.served_name, self._preparer.token_bytes)
             run = _Run(exchange, body, reply, request_id, count)
             try:

@@ -131,6 +131,8 @@ class TransferConfig(_Section):
 
     backend: Literal["auto", "nixl", "object_store"] = "auto"
     kv_mode: Literal["pull"] = "pull"
+    overlap: bool = True
+    """Start prefill on text and the first items while others are still being encoded elsewhere."""
     lease_s: PositiveFloat = 30.0
     on_failure: Literal["recompute", "fail"] = "recompute"
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import TYPE_CHECKING
 
 from epd.errors import HandleExpiredError, MediaError
+from epd.stages.late_inputs import LateInputs
 from epd.stages.stats import WorkerStats
 from epd.transfer.base import PeerClient
 from epd.types import (
@@ -75,6 +76,8 @@ class FakeStageWorker:
         self._running: dict[str, int] = {}
         self._num_renewals = 0
         self._stats = WorkerStats()
+        self._late = LateInputs(lambda handle: self._given_up.append(handle))
+        self._given_up: list[EmbeddingHandle] = []
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -131,6 +134,9 @@ class FakeStageWorker:
                     for choice in range(request.sampling.n)
                 )
                 self._stats.decode_tokens += request.sampling.n
+
+    async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
+        return self._late.provide(leg_id, index, handle)
 
     async def release(self, handle_ids: Sequence[str]) -> None:
         for handle_id in handle_ids:
@@ -216,13 +222,19 @@ class FakeStageWorker:
         return self._claims[handle_id]
 
     async def _embed(self, request: Request, prompt: Prompt, payloads: Mapping[int, bytes]) -> None:
-        for index, handle in enumerate(prompt.embeddings):
-            if handle is None:
-                self._count(Stage.ENCODE)
-                own = self._encode_item(request, index, payloads[index])
-                await self.release([own.handle_id])
-            else:
-                await self._fetch(handle, handle.num_tokens, "embedding")
+        with self._late.leg(prompt.leg_id, prompt.awaited) as leg:
+            for index, handle in enumerate(prompt.embeddings):
+                if index in prompt.awaited:
+                    handle = await leg.handle(index)
+                if handle is None:
+                    self._count(Stage.ENCODE)
+                    own = self._encode_item(request, index, payloads[index])
+                    await self.release([own.handle_id])
+                else:
+                    await self._fetch(handle, handle.num_tokens, "embedding")
+        for handle in self._given_up:
+            await self._peers.release(handle.owner, [handle.handle_id])
+        self._given_up.clear()
 
     async def _fetch(self, handle: EmbeddingHandle | KVHandle, count: int, kind: str) -> None:
         if handle.owner == self.replica_id:

@@ -309,9 +309,14 @@ class KVTarget:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Start a leg from the prompt: an embedding handle for each media item, or ``None`` to encode that item here."""
+    """Start a leg from the prompt: an embedding handle for each media item, or ``None`` to encode that item here.
+
+    The handles of items in ``awaited`` follow by ``StageClient.provide``, under ``leg_id``.
+    """
 
     embeddings: tuple[EmbeddingHandle | None, ...] = ()
+    awaited: frozenset[int] = frozenset()
+    leg_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +362,14 @@ class StageClient(Protocol):
 
         First tokens that came with ``Prefilled`` are not repeated. The callee releases the handles that it fetched from
         their owners; handles of a call that fails before its first chunk are the caller's to release.
+        """
+        ...
+
+    async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
+        """Hand over the embedding of an awaited item; may come before the leg's own call.
+
+        Returns whether the callee takes the handle over, to fetch and release it; it does not if it has the embedding
+        already, or if the leg is over.
         """
         ...
 

@@ -51,13 +51,15 @@ class InProcessCluster:
         return Placement(mode, prefill, decode, tuple(encoders))
 
     async def run(
-        self, request: Request, payloads: Mapping[int, bytes], mode: Mode
+        self, request: Request, payloads: Mapping[int, bytes], mode: Mode, *, overlap: bool = True
     ) -> tuple[dict[int, list[int]], list[TokenChunk]]:
         """Generate in one mode; return the tokens by choice, and all chunks."""
         tokens: dict[int, list[int]] = {}
         all_chunks: list[TokenChunk] = []
         unique = replace(request, request_id=f"{request.request_id}-{uuid.uuid4().hex[:6]}")
-        updates = generate(unique, payloads, lambda part, excluded: self.placement(mode, part), self.client_of)
+        updates = generate(
+            unique, payloads, lambda part, excluded: self.placement(mode, part), self.client_of, overlap=overlap
+        )
         async with contextlib.aclosing(updates):
             async for update in updates:
                 for chunk in update.chunks:

@@ -5,7 +5,8 @@
 
 ``run_stages`` is the undisturbed life. ``generate`` drives it, and places what is left of a request again when a
 replica fails or gives it back: encode and prefill can be repeated, and a decode goes on after the tokens that were
-already streamed. Knows nothing of HTTP, text, or how a client reaches a replica.
+already streamed. Of an encoder that fails, only its items go elsewhere (``epd.stages.encode_legs``). Knows nothing of
+HTTP, text, or how a client reaches a replica.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
+from uuid import uuid4
 
 from epd.errors import (
     DeadlineExceededError,
@@ -25,11 +28,11 @@ from epd.errors import (
     StageFailedError,
     TransferError,
 )
+from epd.stages.encode_legs import EncodeFailed, EncodeLegs, Reassign
 from epd.types import (
     EmbeddingHandle,
     Handle,
     Placement,
-    Prefilled,
     Prompt,
     Request,
     StageClient,
@@ -53,82 +56,97 @@ class Update:
 
 
 class _LegFailed(Exception):  # noqa: N818 - internal: says which replica failed, and is unwrapped before it leaves
-    def __init__(self, replica_id: str, error: EpdError) -> None:
-        super().__init__(replica_id, error)
+    def __init__(self, replica_id: str, error: EpdError, num_failures: int = 1) -> None:
+        super().__init__(replica_id, error, num_failures)
         self.replica_id = replica_id
         self.error = error
+        self.num_failures = num_failures
 
 
 async def run_stages(
-    request: Request, placement: Placement, client_of: ClientOf, payloads: Mapping[int, bytes]
-) -> AsyncGenerator[tuple[TokenChunk, ...]]:
-    """Yield the output tokens of one placed request.
+    request: Request,
+    placement: Placement,
+    client_of: ClientOf,
+    payloads: Mapping[int, bytes],
+    reassign: Reassign,
+    *,
+    overlap: bool,
+    max_attempts: int,
+) -> AsyncGenerator[tuple[tuple[TokenChunk, ...], Placement]]:
+    """Yield the output tokens of one placed request, and where they were made: other encoders may have stepped in.
 
-    Adjacent stages on the same replica are one call to it. Whatever the stages hold for one another is released on
-    every way out. Raises ``_LegFailed``.
+    Adjacent stages on the same replica are one call to it. With ``overlap``, prefill starts at once, and the embeddings
+    that are made elsewhere follow. Whatever the stages hold for one another is released on every way out. Raises
+    ``_LegFailed``.
     """
-    claims: list[Handle] = []
+    apart = {item.index: placement.encode[item.index] for item in request.items if _is_apart(placement, item.index)}
+    local = {index: payload for index, payload in payloads.items() if index not in apart}
+    encoding = EncodeLegs(request, apart, payloads, client_of, reassign, max_attempts)
+    kv_claims: list[Handle] = []
+    is_taken_over = False
     try:
-        prompt, report = await _encode(request, placement, client_of, payloads, claims)
-        local = {index: payload for index, payload in payloads.items() if not _is_apart(placement, index)}
-        source: Prompt | Prefilled = prompt
-        if placement.decode != placement.prefill:
-            with _blame(placement.prefill):
-                source = await client_of(placement.prefill).prefill(request, prompt, local)
-            claims[:] = [] if source.kv is None else [source.kv]
-            report = report + source.report
-            yield _with_report(source.first_tokens, report)
-            if source.kv is None:
+        async with _embeddings(request, placement, client_of, encoding, overlap=overlap) as prompt:
+            if placement.decode == placement.prefill:
+                stream = client_of(placement.decode).decode(request, prompt, local)
+                async with contextlib.aclosing(stream):
+                    with _blame(placement.decode):
+                        chunks = await encoding.beside(_next(stream))
+                        is_taken_over = True
+                        await encoding.end()
+                        placement = encoding.as_run(placement)
+                        if chunks is not None:
+                            yield _with_report(chunks, encoding.report), placement
+                        async for chunks in stream:
+                            yield chunks, placement
                 return
-            local, report = {}, StageReport()
-        with _blame(placement.decode):
-            async with contextlib.aclosing(client_of(placement.decode).decode(request, source, local)) as stream:
-                async for chunks in stream:
-                    claims.clear()
-                    yield _with_report(chunks, report)
-                    report = StageReport()
+            with _blame(placement.prefill):
+                prefilled = await encoding.beside(client_of(placement.prefill).prefill(request, prompt, local))
+            is_taken_over = True
+            kv_claims = [] if prefilled.kv is None else [prefilled.kv]
+        placement = encoding.as_run(placement)
+        yield _with_report(prefilled.first_tokens, encoding.report + prefilled.report), placement
+        if prefilled.kv is not None:
+            with _blame(placement.decode):
+                async with contextlib.aclosing(client_of(placement.decode).decode(request, prefilled, {})) as stream:
+                    async for chunks in stream:
+                        kv_claims.clear()
+                        yield chunks, placement
     finally:
-        await _release(claims, client_of)
+        await _release([*kv_claims, *encoding.claims(is_taken_over=is_taken_over)], client_of)
 
 
 def _is_apart(placement: Placement, index: int) -> bool:
     return bool(placement.encode) and placement.encode[index] != placement.prefill
 
 
-async def _encode(
-    request: Request,
-    placement: Placement,
-    client_of: ClientOf,
-    payloads: Mapping[int, bytes],
-    claims: list[Handle],
-) -> tuple[Prompt, StageReport]:
-    """Encode the items that are placed apart, each replica's in one call, all at once; fill ``claims``.
-
-    The first failure cancels the other calls.
-    """
-    shares: dict[str, dict[int, bytes]] = defaultdict(dict)
-    for item in request.items:
-        if _is_apart(placement, item.index):
-            shares[placement.encode[item.index]][item.index] = payloads[item.index]
-    handles: list[EmbeddingHandle | None] = [None] * len(request.items)
-    report = StageReport()
-
-    async def encode(replica_id: str, share: Mapping[int, bytes]) -> None:
-        nonlocal report
-        with _blame(replica_id):
-            encoded = await client_of(replica_id).encode(request, share)
-        claims.extend(encoded.handles)
-        report = report + encoded.report
-        for index, handle in zip(share, encoded.handles, strict=True):
-            handles[index] = handle
-
+@contextlib.asynccontextmanager
+async def _embeddings(
+    request: Request, placement: Placement, client_of: ClientOf, encoding: EncodeLegs, *, overlap: bool
+) -> AsyncIterator[Prompt]:
+    """Give the prompt to start from: at once, its embeddings to follow, or with all of them in it."""
     try:
-        async with asyncio.TaskGroup() as group:
-            for replica_id, share in shares.items():
-                group.create_task(encode(replica_id, share))
-    except* (_LegFailed, EpdError) as errors:
-        raise errors.exceptions[0] from None
-    return Prompt(tuple(handles)), report
+        if not encoding.items:
+            yield Prompt(tuple(encoding.handles))
+        elif overlap:
+            leg_id = uuid4().hex
+
+            async def deliver(index: int, handle: EmbeddingHandle) -> bool:
+                # A consumer that cannot be reached fails its own call, too, and that is where it is noticed.
+                with contextlib.suppress(StageFailedError, TransferError):
+                    return await client_of(placement.prefill).provide(leg_id, index, handle)
+                return False
+
+            async with encoding.running(deliver):
+                yield Prompt(tuple(encoding.handles), encoding.items, leg_id)
+        else:
+            await encoding.run()
+            yield Prompt(tuple(encoding.handles))
+    except EncodeFailed as failure:
+        raise _LegFailed(failure.replica_id, failure.error, failure.num_failures) from failure.error
+
+
+async def _next(stream: AsyncGenerator[T]) -> T | None:
+    return await anext(stream, None)
 
 
 def _with_report(chunks: tuple[TokenChunk, ...], report: StageReport) -> tuple[TokenChunk, ...]:
@@ -198,6 +216,7 @@ async def generate(
     client_of: ClientOf,
     *,
     max_attempts: int = 3,
+    overlap: bool = True,
 ) -> AsyncGenerator[Update]:
     """Place a request, run it, and yield its tokens; place it again when a replica fails.
 
@@ -212,21 +231,32 @@ async def generate(
         _check_deadline(request)
         placement = place(part, excluded)
         num_placements += 1
-        stages = _until_deadline(run_stages(part, placement, client_of, payloads), request)
+        reassign = partial(_encoder_instead, place, part, excluded)
+        life = run_stages(
+            part, placement, client_of, payloads, reassign, overlap=overlap, max_attempts=max_attempts - num_failures
+        )
+        stages = _until_deadline(life, request)
         try:
             async with contextlib.aclosing(stages):
-                async for chunks in stages:
+                async for chunks, as_run in stages:
                     progress.record(chunks)
-                    yield Update(chunks, placement, num_placements)
+                    yield Update(chunks, as_run, num_placements)
         except _LegFailed as failure:
             if isinstance(failure.error, RequestReturnedError):
                 continue
             if not isinstance(failure.error, StageFailedError | TransferError):
                 raise failure.error from None
-            num_failures += 1
+            num_failures += failure.num_failures
             if num_failures >= max_attempts:
                 raise _as_stage_failure(failure) from failure.error
             excluded |= {failure.replica_id}
+
+
+def _encoder_instead(
+    place: Place, request: Request, excluded: frozenset[str], index: int, failed: frozenset[str]
+) -> str:
+    """Place a request again, for the sake of who would then encode one item."""
+    return place(request, excluded | failed).encode[index]
 
 
 def _check_deadline(request: Request) -> None:
@@ -234,18 +264,16 @@ def _check_deadline(request: Request) -> None:
         raise DeadlineExceededError("the request's deadline passed before it finished")
 
 
-async def _until_deadline(
-    stream: AsyncGenerator[tuple[TokenChunk, ...]], request: Request
-) -> AsyncGenerator[tuple[TokenChunk, ...]]:
+async def _until_deadline(stream: AsyncGenerator[T], request: Request) -> AsyncGenerator[T]:
     """Pass a stream on, and end it with ``DeadlineExceededError`` when the deadline passes between two items."""
     async with contextlib.aclosing(stream) as items:
         if request.deadline_s is None:
-            async for chunks in items:
-                yield chunks
+            async for item in items:
+                yield item
             return
         with _Alarm(request.deadline_s) as alarm:
-            while (next_chunks := await alarm.next_of(items)) is not None:
-                yield next_chunks
+            while (next_item := await alarm.next_of(items)) is not None:
+                yield next_item
 
 
 class _Alarm:

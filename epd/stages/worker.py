@@ -31,6 +31,7 @@ from epd.errors import (
 from epd.media.decode import decode_image, decode_video
 from epd.stages.data_plane import DataPlane
 from epd.stages.encoding import EncodeService
+from epd.stages.late_inputs import LateInputs, Leg
 from epd.stages.startup import LoadedEngine, load_encoder, load_engine, prepare, warm_up_encoder, warm_up_engine
 from epd.stages.stats import Counters, WorkerStats
 from epd.stages.tasks import all_or_first_error
@@ -126,6 +127,7 @@ class StageWorker:
             device=engine.device,
         )
         self.data = DataPlane(connectors, peers, transfer.lease_s)
+        self._late = LateInputs(self.data.release_soon, keep_s=transfer.lease_s)
 
     # -- life of the replica -------------------------------------------------------------------------------------------
 
@@ -234,10 +236,10 @@ class StageWorker:
         engine = self._running_engine()
         rotary = self._family.rotary_positions(request)
         claims = {index: handle for index, handle in enumerate(prompt.embeddings) if handle is not None}
-        with HeldEmbeddings(self._embeddings) as held:
+        with HeldEmbeddings(self._embeddings) as held, self._late.leg(prompt.leg_id, prompt.awaited) as leg:
             async with engine.stream(request.request_id) as stream:
                 await engine.call(lambda running: running.add(request, rotary, keep_kv=keep_kv))
-                feeding = asyncio.create_task(self._feed(request, claims, payloads, held))
+                feeding = asyncio.create_task(self._feed(request, claims, leg, payloads, held))
                 feeding.add_done_callback(partial(_fail_with, stream))
                 try:
                     yield stream, feeding
@@ -251,6 +253,7 @@ class StageWorker:
         self,
         request: Request,
         claims: dict[int, EmbeddingHandle],
+        leg: Leg,
         payloads: Mapping[int, bytes],
         held: HeldEmbeddings,
     ) -> StageReport:
@@ -260,6 +263,8 @@ class StageWorker:
         async def one(item: MediaItem) -> StageReport:
             if item.index in claims:
                 report = await self._fetch_embedding(item, claims.pop(item.index), held)
+            elif item.index in leg:
+                report = await self._await_embedding(item, leg, held)
             elif item.index in payloads:
                 report = await self._obtain(item, payloads[item.index], held)
             else:
@@ -270,6 +275,14 @@ class StageWorker:
 
         reports = await all_or_first_error([one(item) for item in request.items])
         return sum(reports, StageReport())
+
+    async def _await_embedding(self, item: MediaItem, leg: Leg, held: HeldEmbeddings) -> StageReport:
+        """Wait for an embedding that is being made elsewhere, unless it is here already."""
+        if (cached := self._embeddings.acquire(item.mm_hash)) is not None:
+            held.add(item, cached)
+            leg.decline(item.index)
+            return StageReport(cached={"embedding_items": 1})
+        return await self._fetch_embedding(item, await leg.handle(item.index), held)
 
     async def _fetch_embedding(self, item: MediaItem, handle: EmbeddingHandle, held: HeldEmbeddings) -> StageReport:
         connector = self.data.embedding
@@ -398,6 +411,10 @@ class StageWorker:
             raise StageFailedError("transfer", "some KV blocks could not be fetched")
         if request.items:
             raise RequestReturnedError(request.request_id, "its KV blocks could not be fetched")
+
+    async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
+        """See ``StageClient``."""
+        return self._late.provide(leg_id, index, handle)
 
     # -- memory lent to others -----------------------------------------------------------------------------------------
 

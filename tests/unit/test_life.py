@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,18 @@ from epd.errors import (
 )
 from epd.stages.life import generate
 from epd.testing import UNDECODABLE, FakeStageWorker, echo_tokens
-from epd.types import MediaItem, Modality, Mode, PlaceholderRange, Placement, Request, SamplingParams, Stage, TokenChunk
+from epd.types import (
+    MediaItem,
+    Modality,
+    Mode,
+    PlaceholderRange,
+    Placement,
+    Prompt,
+    Request,
+    SamplingParams,
+    Stage,
+    TokenChunk,
+)
 
 MODES = {
     Mode.AGGREGATED: ("x", "x", "x"),
@@ -80,6 +92,9 @@ class Failing:
                 count += 1
                 yield chunks
 
+    async def provide(self, leg_id, index, handle) -> bool:
+        return await self._worker.provide(leg_id, index, handle)
+
     async def release(self, handle_ids) -> None:
         await self._worker.release(handle_ids)
 
@@ -106,7 +121,7 @@ class Replicas:
         encode, prefill, decode = MODES[mode]
         return Placement(mode, pick(prefill), pick(decode), tuple(pick(encode) for _ in request.items))
 
-    async def run(self, request: Request, payloads: Mapping[int, bytes], mode: Mode, **kwargs: int):
+    async def run(self, request: Request, payloads: Mapping[int, bytes], mode: Mode, **kwargs: Any):
         updates = []
         stream = generate(
             request, payloads, lambda part, excluded: self.place(mode, part, excluded), self.clients.get, **kwargs
@@ -209,6 +224,123 @@ async def test_a_request_given_back_is_resumed_and_is_no_failed_attempt(replicas
     updates = await replicas.run(request, PAYLOADS, Mode.EPD, max_attempts=1)
     assert tokens_of(updates) == {0: list(echo_tokens(request))}
     assert updates[-1].num_attempts == 5
+
+
+class Gated(Failing):
+    """An encoder that holds one item back until it is told."""
+
+    def __init__(self, worker: FakeStageWorker, item: int) -> None:
+        super().__init__(worker, Stage.DECODE, EpdError("unused"))
+        self._item = item
+        self.gate = asyncio.Event()
+
+    async def encode(self, request, payloads):
+        if self._item in payloads:
+            await self.gate.wait()
+        return await self._worker.encode(request, payloads)
+
+
+class Noting(Failing):
+    """A replica that notes when its prefill is called, and for what."""
+
+    def __init__(self, worker: FakeStageWorker) -> None:
+        super().__init__(worker, Stage.ENCODE, EpdError("unused"))
+        self.prompts: list[Prompt] = []
+        self.provided: list[int] = []
+
+    async def prefill(self, request, prompt, payloads):
+        self.prompts.append(prompt)
+        return await self._worker.prefill(request, prompt, payloads)
+
+    async def provide(self, leg_id, index, handle) -> bool:
+        is_taken = await self._worker.provide(leg_id, index, handle)
+        self.provided.append(index)
+        return is_taken
+
+
+async def eventually(condition) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0)
+
+
+async def test_prefill_starts_while_images_are_still_being_encoded(replicas):
+    encoder = replicas.clients["e1"] = Gated(replicas.peers.workers["e1"], item=0)
+    prefill = replicas.clients["p1"] = Noting(replicas.peers.workers["p1"])
+    running = asyncio.create_task(replicas.run(image_request(), PAYLOADS, Mode.EPD))
+    await eventually(lambda: prefill.provided == [1])
+    assert [prompt.awaited for prompt in prefill.prompts] == [frozenset({0, 1})]
+    encoder.gate.set()
+    assert tokens_of(await running) == {0: list(echo_tokens(image_request()))}
+
+
+async def test_without_overlap_prefill_starts_with_every_embedding(replicas):
+    prefill = replicas.clients["p1"] = Noting(replicas.peers.workers["p1"])
+    updates = await replicas.run(image_request(), PAYLOADS, Mode.EPD, overlap=False)
+    assert tokens_of(updates) == {0: list(echo_tokens(image_request()))}
+    (prompt,) = prefill.prompts
+    assert not prompt.awaited
+    assert [handle.mm_hash for handle in prompt.embeddings] == ["h0", "h1"]
+    assert prefill.provided == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("mode", [Mode.EPD, Mode.E_PD])
+async def test_only_the_items_of_a_lost_encoder_are_encoded_again(replicas, mode, overlap):
+    request = image_request()
+    replicas.break_replica("e1", Stage.ENCODE, StageFailedError("encode", "the replica died"), times=1)
+    consumer = replicas.peers.workers["p1" if mode is Mode.EPD else "x1"]
+    updates = await replicas.run(request, PAYLOADS, mode, overlap=overlap)
+    assert tokens_of(updates) == {0: list(echo_tokens(request))}
+    assert [replicas.peers.workers[name].stats().encode_items for name in ("e1", "e2")] == [1, 1]
+    assert consumer.stats().stage_requests[Stage.PREFILL] == 1
+    assert sorted(updates[-1].placement.encode) == ["e1", "e2"], "the trace names who encoded"
+    assert updates[-1].num_attempts == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_a_prompt_whose_image_nobody_can_encode_ends_and_leaves_nothing(replicas, overlap):
+    for name in ("e1", "e2"):
+        replicas.break_replica(name, Stage.ENCODE, StageFailedError("encode", f"{name} died"))
+    with pytest.raises(StageFailedError, match="died"):
+        await replicas.run(image_request(), PAYLOADS, Mode.EPD, overlap=overlap)
+    for name in ("p1", "p2"):
+        assert replicas.peers.workers[name].load().num_running == 0
+
+
+async def test_attempts_to_encode_count_against_the_requests_limit(replicas):
+    calls = []
+
+    class Dying(Failing):
+        async def encode(self, request, payloads):
+            calls.append(self._worker.replica_id)
+            raise StageFailedError("encode", "died")
+
+    for name in ("e1", "e2"):
+        replicas.clients[name] = Dying(replicas.peers.workers[name], Stage.ENCODE, EpdError("unused"))
+    with pytest.raises(StageFailedError):
+        await replicas.run(image_request(num_items=1), {0: b"zero"}, Mode.EPD, max_attempts=2)
+    assert calls == ["e1", "e2"]
+
+
+async def test_a_bad_image_ends_the_prefill_that_waits_for_it(replicas):
+    prefill = replicas.clients["p1"] = Noting(replicas.peers.workers["p1"])
+    with pytest.raises(MediaError):
+        await replicas.run(image_request(), {0: b"zero", 1: UNDECODABLE}, Mode.EPD)
+    assert len(prefill.prompts) <= 1
+    assert replicas.peers.workers["p1"].load().num_running == 0
+
+
+async def test_a_reader_that_leaves_while_an_image_is_encoded_leaves_nothing_behind(replicas):
+    replicas.clients["e1"] = Gated(replicas.peers.workers["e1"], item=0)
+    prefill = replicas.clients["p1"] = Noting(replicas.peers.workers["p1"])
+    running = asyncio.create_task(replicas.run(image_request(), PAYLOADS, Mode.EPD))
+    await eventually(lambda: prefill.provided == [1])
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert replicas.peers.workers["p1"].load().num_running == 0
 
 
 async def test_the_clients_own_fault_is_not_retried(replicas):
