@@ -26,11 +26,22 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.failures import translated
+from deployments.failures import GONE, translated
 from deployments.messages import ChannelMessage, Payloads, ReplicaAddress, Reply, StreamItem
 from deployments.token_channel import ChannelLostError, Lane, TokenChannel
-from epd.errors import EpdError, PeerLostError, StageFailedError
-from epd.types import EmbeddingHandle, Encoded, Prefilled, Prompt, ReplicaLoad, Request, Stage, TokenChunk
+from epd.errors import EpdError, PeerGoneError, PeerLostError, StageFailedError
+from epd.types import (
+    DecodeSource,
+    EmbeddingHandle,
+    Encoded,
+    KVTarget,
+    Prefilled,
+    Prompt,
+    ReplicaLoad,
+    Request,
+    Stage,
+    TokenChunk,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +158,7 @@ class RayStageClient:
                 return self._taken(reply)
 
     async def decode(
-        self, request: Request, source: Prompt | Prefilled, payloads: Mapping[int, bytes]
+        self, request: Request, source: DecodeSource, payloads: Mapping[int, bytes]
     ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
         with translated(self._lost(Stage.DECODE)):
             try:
@@ -158,7 +169,7 @@ class RayStageClient:
                 raise self._lost(Stage.DECODE)(str(error)) from error
 
     @contextlib.asynccontextmanager
-    async def _lane(self, request: Request, source: Prompt | Prefilled, sent: Payloads) -> AsyncIterator[Lane]:
+    async def _lane(self, request: Request, source: DecodeSource, sent: Payloads) -> AsyncIterator[Lane]:
         """Run a decode call into a lane; on leaving, cancel what is left of it."""
         with self._replica.channel.lane() as lane:
             calling = detach(self._call_into(lane, request, source, sent))
@@ -168,7 +179,7 @@ class RayStageClient:
                 calling.cancel()
                 await asyncio.gather(calling, return_exceptions=True)
 
-    async def _call_into(self, lane: Lane, request: Request, source: Prompt | Prefilled, sent: Payloads) -> None:
+    async def _call_into(self, lane: Lane, request: Request, source: DecodeSource, sent: Payloads) -> None:
         try:
             stream = self._replica.stream("decode", request, source, sent, lane.address)
             async with contextlib.aclosing(stream) as items:
@@ -185,6 +196,12 @@ class RayStageClient:
         with translated(self._lost(Stage.PREFILL)):
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 reply: Reply[bool] = await self._replica.call("provide", leg_id, index, handle)
+                return self._taken(reply)
+
+    async def resume(self, leg_id: str, prefilled: Prefilled) -> bool:
+        with translated(self._lost(Stage.DECODE)):
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                reply: Reply[bool] = await self._replica.call("resume", leg_id, prefilled)
                 return self._taken(reply)
 
     async def release(self, handle_ids: Sequence[str]) -> None:
@@ -257,6 +274,16 @@ class RayPeerClient:
 
         await asyncio.shield(detach(release()))
 
+    async def push_to(self, replica_id: str, leg_id: str, target: KVTarget) -> bool:
+        with translated(_peer_lost(replica_id)):
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                return bool(await self._replica(replica_id).call("push_to", leg_id, target))
+
+    async def stop_push(self, replica_id: str, target_id: str) -> None:
+        with translated(_peer_lost(replica_id)):
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await self._replica(replica_id).call("stop_push", target_id)
+
     def _replica(self, owner: str) -> ReplicaHandle:
         if owner not in self._replicas:
             address = ReplicaAddress.parse(owner)
@@ -267,7 +294,11 @@ class RayPeerClient:
 
 
 def _peer_lost(owner: str) -> Callable[[str], EpdError]:
-    return lambda reason: PeerLostError(f"replica {owner}: {reason}")
+    def lost(reason: str) -> EpdError:
+        kind = PeerGoneError if reason == GONE else PeerLostError
+        return kind(f"replica {owner}: {reason}")
+
+    return lost
 
 
 def detach(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -18,7 +18,7 @@ from deployments.metrics import IngressMetrics
 from deployments.placing import Placer
 from deployments.replies import Usage
 from deployments.trace import trace_object
-from epd.stages.life import ClientOf
+from epd.stages.life import ClientOf, LifeOptions
 from epd.types import SLO, Mode
 
 NOT_PLACED = "none"
@@ -44,8 +44,7 @@ class Exchange:
     timeline: Timeline
     placer: Placer
     metrics: IngressMetrics
-    max_attempts: int
-    overlap: bool = True
+    options: LifeOptions
     clock: Callable[[], float] = time.monotonic
     generations: list[Generation] = field(init=False)
     num_open: int = field(init=False)
@@ -105,9 +104,7 @@ class Exchange:
         place = partial(self.placer.place, mode=self.wish.mode, slo=self.wish.slo)
         try:
             with self.placer.taking_in(request.request_id) as first_token:
-                stream = generation.deltas(
-                    place, client_of, max_attempts=self.max_attempts, overlap=self.overlap, clock=self.clock
-                )
+                stream = generation.deltas(place, client_of, options=self.options, clock=self.clock)
                 async with contextlib.aclosing(stream):
                     async for deltas in stream:
                         if generation.timeline.first_token_s is not None:

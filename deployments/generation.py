@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from epd.errors import EpdError
 from epd.prompt.detokenizer import IncrementalDetokenizer
-from epd.stages.life import ClientOf, Place, Update, generate
+from epd.stages.life import ClientOf, LifeOptions, Place, Update, generate
 from epd.types import FinishReason, Placement, Request, StageReport, TokenChunk, TokenLogprob
 
 END_TIMEOUT_S = 2.0
@@ -71,8 +71,7 @@ class Generation:
         place: Place,
         client_of: ClientOf,
         *,
-        max_attempts: int,
-        overlap: bool = True,
+        options: LifeOptions = LifeOptions(),  # noqa: B008 - immutable
         clock: Callable[[], float] = time.monotonic,
     ) -> AsyncGenerator[tuple[Delta, ...]]:
         """Yield what the choices gain until all have ended. Leaving early aborts every stage.
@@ -84,9 +83,7 @@ class Generation:
         self.report = self.prepared.report
         texts = {choice: self.prepared.make_text() for choice in range(request.sampling.n)}
         is_open, is_running = set(texts), set(texts)
-        updates = generate(
-            request, self.prepared.payloads, place, client_of, max_attempts=max_attempts, overlap=overlap
-        )
+        updates = generate(request, self.prepared.payloads, place, client_of, options)
         async with contextlib.aclosing(updates):
             async for update in updates:
                 self._note(update, clock())

@@ -21,7 +21,17 @@ from deployments.token_channel import Outlets
 from epd.errors import AdmissionRejectedError
 from epd.stages.stats import WorkerStats
 from epd.transfer.base import PeerClient
-from epd.types import EmbeddingHandle, Encoded, Prefilled, Prompt, ReplicaLoad, Request, StageClient
+from epd.types import (
+    DecodeSource,
+    EmbeddingHandle,
+    Encoded,
+    KVTarget,
+    Prefilled,
+    Prompt,
+    ReplicaLoad,
+    Request,
+    StageClient,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +56,10 @@ class Worker(StageClient, Protocol):
     async def renew(self, handle_ids: Sequence[str]) -> None: ...
 
     def read(self, handle_id: str, first: int, count: int) -> torch.Tensor: ...
+
+    def push_to(self, leg_id: str, target: KVTarget) -> bool: ...
+
+    async def stop_push(self, target_id: str) -> None: ...
 
     def load(self) -> ReplicaLoad: ...
 
@@ -84,7 +98,11 @@ class StagePool:
             return self._reply(await self._worker.prefill(request, prompt, data))
 
     async def decode(
-        self, request: Request, source: Prompt | Prefilled, payloads: Payloads, lane: LaneAddress | None = None
+        self,
+        request: Request,
+        source: DecodeSource,
+        payloads: Payloads,
+        lane: LaneAddress | None = None,
     ) -> AsyncGenerator[StreamItem]:
         """Yield the items that do not leave through the caller's channel; the first and the last never do."""
         index = 0
@@ -107,6 +125,9 @@ class StagePool:
     async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> Reply[bool]:
         return self._reply(await self._worker.provide(leg_id, index, handle))
 
+    async def resume(self, leg_id: str, prefilled: Prefilled) -> Reply[bool]:
+        return self._reply(await self._worker.resume(leg_id, prefilled))
+
     async def release(self, handle_ids: Sequence[str]) -> Reply[None]:
         await self._worker.release(handle_ids)
         return self._reply(None)
@@ -122,6 +143,12 @@ class StagePool:
 
     async def renew(self, handle_ids: Sequence[str]) -> None:
         await self._worker.renew(handle_ids)
+
+    async def push_to(self, leg_id: str, target: KVTarget) -> bool:
+        return self._worker.push_to(leg_id, target)
+
+    async def stop_push(self, target_id: str) -> None:
+        await self._worker.stop_push(target_id)
 
     def read(self, handle_id: str, first: int, count: int) -> torch.Tensor:
         """Return a copy of a handle's data. Called by reference, so that it leaves through the object store."""

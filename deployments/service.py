@@ -38,6 +38,7 @@ from epd.errors import (
     ModelNotFoundError,
     UnsupportedModeError,
 )
+from epd.stages.life import LifeOptions
 from epd.types import Mode
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ class OpenAIService:
         self._open_clients = open_clients
         self._metrics = metrics
         self._keys = keys
+        transfer = config.transfer
+        self._life_options = LifeOptions(config.router.max_attempts, transfer.overlap, transfer.kv_mode != "pull")
         self._started_s = int(time.time())
 
     async def models(self, http: HttpRequest) -> Response:
@@ -162,8 +165,7 @@ class OpenAIService:
             self._check_model(body)
             wish = self._wish(http, body)
             prepared = await self._within_deadline(prepare, body)
-            limits = self._config.router.max_attempts, self._config.transfer.overlap
-            exchange = Exchange(prepared, wish, timeline, self._placer, self._metrics, *limits)
+            exchange = Exchange(prepared, wish, timeline, self._placer, self._metrics, self._life_options)
             reply = make_reply(body.model or self._config.model.served_name, self._preparer.token_bytes)
             run = _Run(exchange, body, reply, request_id, count)
             try:

@@ -130,7 +130,9 @@ class TransferConfig(_Section):
     """How embeddings and KV blocks move between replicas."""
 
     backend: Literal["auto", "nixl", "object_store"] = "auto"
-    kv_mode: Literal["pull"] = "pull"
+    kv_mode: Literal["auto", "push", "pull"] = "auto"
+    """``push``: prefill writes KV blocks to the decode replica chunk by chunk; ``pull``: decode reads them at the end;
+    ``auto``: push where the backend can."""
     overlap: bool = True
     """Start prefill on text and the first items while others are still being encoded elsewhere."""
     lease_s: PositiveFloat = 30.0

@@ -19,6 +19,7 @@ EpdError
     ├── HandleExpiredError       the owner no longer holds the memory behind a handle
     ├── IncompatiblePeerError    owner and fetcher disagree on model, dtype or layout
     └── PeerLostError            the owner cannot be reached
+        └── PeerGoneError        the owner has ended, so that it cannot write anything any more
 
 All of them survive pickling (every argument goes to ``super().__init__``), so that they cross process boundaries with
 their attributes intact. Messages are in the user's terms.
@@ -166,3 +167,7 @@ class IncompatiblePeerError(TransferError):
 
 class PeerLostError(TransferError):
     """The owner of a handle cannot be reached."""
+
+
+class PeerGoneError(PeerLostError):
+    """The other replica has ended: nothing of it can read or write any more."""

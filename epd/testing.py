@@ -16,10 +16,13 @@ from epd.stages.late_inputs import LateInputs
 from epd.stages.stats import WorkerStats
 from epd.transfer.base import PeerClient
 from epd.types import (
+    AwaitedPrefill,
+    DecodeSource,
     EmbeddingHandle,
     Encoded,
     FinishReason,
     KVHandle,
+    KVTarget,
     Prefilled,
     Prompt,
     ReplicaLoad,
@@ -76,8 +79,9 @@ class FakeStageWorker:
         self._running: dict[str, int] = {}
         self._num_renewals = 0
         self._stats = WorkerStats()
-        self._late = LateInputs(lambda handle: self._given_up.append(handle))
-        self._given_up: list[EmbeddingHandle] = []
+        self._given_up: list[EmbeddingHandle | KVHandle] = []
+        self._late: LateInputs[EmbeddingHandle] = LateInputs(self._given_up.append)
+        self._prefills: LateInputs[Prefilled] = LateInputs(self._give_up)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -107,8 +111,13 @@ class FakeStageWorker:
         return Prefilled(kv, first, 0, StageReport({"prefill": 0.0}))
 
     async def decode(
-        self, request: Request, source: Prompt | Prefilled, payloads: Mapping[int, bytes]
+        self, request: Request, source: DecodeSource, payloads: Mapping[int, bytes]
     ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
+        if isinstance(source, AwaitedPrefill):
+            with self._prefills.leg(source.leg_id, frozenset({0})) as leg:
+                source = await leg.take()
+            if source.kv is None:
+                return
         num_blocks = -(-request.num_prefill_tokens // self._block_size)
         with _Running(self._running, request.request_id, num_blocks):
             tokens = echo_tokens(request)
@@ -116,7 +125,7 @@ class FakeStageWorker:
                 await self._embed(request, source, payloads)
                 self._count(Stage.PREFILL)
             else:
-                assert source.kv is not None
+                assert isinstance(source.kv, KVHandle), "a fake lends its blocks, and pushes none"
                 await self._fetch(source.kv, num_blocks, "kv")
                 tokens = tokens[1:]
             self._count(Stage.DECODE)
@@ -137,6 +146,15 @@ class FakeStageWorker:
 
     async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
         return self._late.provide(leg_id, index, handle)
+
+    async def resume(self, leg_id: str, prefilled: Prefilled) -> bool:
+        return self._prefills.provide(leg_id, 0, prefilled)
+
+    def push_to(self, leg_id: str, target: KVTarget) -> bool:
+        return False
+
+    async def stop_push(self, target_id: str) -> None:
+        pass
 
     async def release(self, handle_ids: Sequence[str]) -> None:
         for handle_id in handle_ids:
@@ -205,6 +223,10 @@ class FakeStageWorker:
             handle_id, self.replica_id, "fake", len(data), 30.0, "fake", b"", item.mm_hash, item.num_tokens
         )
 
+    def _give_up(self, prefilled: Prefilled) -> None:
+        if isinstance(prefilled.kv, KVHandle):
+            self._given_up.append(prefilled.kv)
+
     def _kv_handle(self, request: Request, num_blocks: int) -> KVHandle:
         handle_id = self._claim(num_blocks)
         return KVHandle(
@@ -225,16 +247,16 @@ class FakeStageWorker:
         with self._late.leg(prompt.leg_id, prompt.awaited) as leg:
             for index, handle in enumerate(prompt.embeddings):
                 if index in prompt.awaited:
-                    handle = await leg.handle(index)
+                    handle = await leg.take(index)
                 if handle is None:
                     self._count(Stage.ENCODE)
                     own = self._encode_item(request, index, payloads[index])
                     await self.release([own.handle_id])
                 else:
                     await self._fetch(handle, handle.num_tokens, "embedding")
-        for handle in self._given_up:
-            await self._peers.release(handle.owner, [handle.handle_id])
-        self._given_up.clear()
+        while self._given_up:
+            unwanted = self._given_up.pop()
+            await self._peers.release(unwanted.owner, [unwanted.handle_id])
 
     async def _fetch(self, handle: EmbeddingHandle | KVHandle, count: int, kind: str) -> None:
         if handle.owner == self.replica_id:

@@ -311,12 +311,32 @@ class KVTarget:
 class Prompt:
     """Start a leg from the prompt: an embedding handle for each media item, or ``None`` to encode that item here.
 
-    The handles of items in ``awaited`` follow by ``StageClient.provide``, under ``leg_id``.
+    The handles of items in ``awaited`` follow by ``StageClient.provide``, under ``leg_id``. With ``is_pushed``, the
+    replica that is to decode may say, under the same id, where it wants the KV blocks.
     """
 
     embeddings: tuple[EmbeddingHandle | None, ...] = ()
     awaited: frozenset[int] = frozenset()
     leg_id: str = ""
+    is_pushed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PushedKV:
+    """KV blocks that are where they are wanted already: in the decode replica's target. No claim on anything."""
+
+    target_id: str
+    num_tokens: int
+    rotary_delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedPrefill:
+    """Start a decode leg ahead of its prefill, which runs as ``leg_id`` on ``replica_id``: its result follows by
+    ``StageClient.resume``, and its KV blocks may be pushed to where this leg reserves them."""
+
+    leg_id: str
+    replica_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,10 +346,14 @@ class Prefilled:
     ``kv`` is ``None`` when every choice finished with its first token, so that nothing is left to decode.
     """
 
-    kv: KVHandle | None
+    kv: KVHandle | PushedKV | None
     first_tokens: tuple[TokenChunk, ...]
     num_cached_tokens: int
     report: StageReport
+
+
+DecodeSource = Prompt | Prefilled | AwaitedPrefill
+"""What a decode leg starts from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,9 +380,9 @@ class StageClient(Protocol):
         ...
 
     def decode(
-        self, request: Request, source: Prompt | Prefilled, payloads: Mapping[int, bytes]
+        self, request: Request, source: DecodeSource, payloads: Mapping[int, bytes]
     ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
-        """Stream the output tokens: from a ``Prompt`` prefill and decode here, from a ``Prefilled`` decode only.
+        """Stream the output tokens: from a ``Prompt`` prefill and decode here, else decode only.
 
         First tokens that came with ``Prefilled`` are not repeated. The callee releases the handles that it fetched from
         their owners; handles of a call that fails before its first chunk are the caller's to release.
@@ -370,6 +394,13 @@ class StageClient(Protocol):
 
         Returns whether the callee takes the handle over, to fetch and release it; it does not if it has the embedding
         already, or if the leg is over.
+        """
+        ...
+
+    async def resume(self, leg_id: str, prefilled: Prefilled) -> bool:
+        """Give a leg that started from ``AwaitedPrefill`` its prefill; may come before the leg's own call.
+
+        Returns whether the callee takes the KV over; it does not if the leg is over.
         """
         ...
 

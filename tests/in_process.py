@@ -17,7 +17,7 @@ from PIL import Image
 from encoders import resolve_family
 from epd.config import DType, EngineConfig, MediaConfig, ModelConfig, TransferConfig
 from epd.media.hashing import media_hash
-from epd.stages.life import generate
+from epd.stages.life import LifeOptions, generate
 from epd.stages.worker import StageWorker
 from epd.transfer.factory import Backend
 from epd.transfer.in_process import InProcessPeers
@@ -51,14 +51,18 @@ class InProcessCluster:
         return Placement(mode, prefill, decode, tuple(encoders))
 
     async def run(
-        self, request: Request, payloads: Mapping[int, bytes], mode: Mode, *, overlap: bool = True
+        self, request: Request, payloads: Mapping[int, bytes], mode: Mode, *, overlap: bool = True, push: bool = True
     ) -> tuple[dict[int, list[int]], list[TokenChunk]]:
         """Generate in one mode; return the tokens by choice, and all chunks."""
         tokens: dict[int, list[int]] = {}
         all_chunks: list[TokenChunk] = []
         unique = replace(request, request_id=f"{request.request_id}-{uuid.uuid4().hex[:6]}")
         updates = generate(
-            unique, payloads, lambda part, excluded: self.placement(mode, part), self.client_of, overlap=overlap
+            unique,
+            payloads,
+            lambda part, excluded: self.placement(mode, part),
+            self.client_of,
+            LifeOptions(overlap=overlap, push=push),
         )
         async with contextlib.aclosing(updates):
             async for update in updates:
@@ -127,7 +131,7 @@ async def in_process_cluster(
     }
     for worker in workers.values():
         await worker.start()
-        peers.add(worker.replica_id, worker.data.kv, worker.data.embedding)
+        peers.add(worker.replica_id, worker.data.kv, worker.data.embedding, worker)
     try:
         yield InProcessCluster(family, workers, peers)
     finally:

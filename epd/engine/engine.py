@@ -46,12 +46,14 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step produced. ``chunks`` holds new tokens by request; ``returned`` names requests given back."""
+    """What a step produced. ``chunks`` holds new tokens by request; ``returned`` names requests given back,
+    ``progressed`` those with ``keep_kv`` of which a part was computed."""
 
     chunks: dict[str, list[TokenChunk]] = field(default_factory=dict)
     prefilled: tuple[PrefillDone, ...] = ()
     finished: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
+    progressed: tuple[str, ...] = ()
     num_tokens: int = 0
 
 
@@ -167,6 +169,12 @@ class Engine:
         """Free a reservation. Nothing may be writing to its blocks any more."""
         self._reservations.cancel(reservation)
 
+    def hold_reservation(self, reservation: Reservation) -> int:
+        """Keep a reservation's blocks out of use, whatever becomes of its request, until ``release_hold``: somebody may
+        still be writing to them."""
+        self._reservations.take(reservation)
+        return self._new_hold(reservation.block_table + reservation.spare_blocks)
+
     def activate(
         self, reservation: Reservation, first_tokens: Sequence[TokenChunk], rotary: RotaryPositions, *, has_kv: bool
     ) -> None:
@@ -213,6 +221,28 @@ class Engine:
 
     # -- KV for elsewhere --------------------------------------------------------------------------------------------
 
+    def hold_computed(self, request_id: str, first_block: int) -> tuple[int, tuple[int, ...]] | None:
+        """Hold those full blocks from ``first_block`` on that are computed, of a ``keep_kv`` request that is running.
+
+        Returns the hold and the blocks, or ``None`` if there are none. They stay as they are until ``release_hold``,
+        even if the request is preempted or aborted meanwhile.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        sequence = state.sequences[0]
+        block_ids = sequence.block_table[first_block : sequence.num_computed_tokens // self.kv_cache.block_size]
+        if not block_ids:
+            return None
+        self.pool.acquire(block_ids)
+        return self._new_hold(block_ids), tuple(block_ids)
+
+    def _new_hold(self, block_ids: list[int]) -> int:
+        hold_id = self._next_hold
+        self._next_hold += 1
+        self._holds[hold_id] = block_ids
+        return hold_id
+
     def release_hold(self, hold_id: int) -> None:
         """Free the blocks that were held for another replica. Idempotent."""
         self.pool.release(self._holds.pop(hold_id, []))
@@ -242,7 +272,7 @@ class Engine:
             self.scheduler.mark_computed(sequence, count)
         logits = pending.wait()
         sampled = sample(logits.values, rows, logits.greedy_ids)
-        output = self._post_process(complete, sampled, returned, decision.total_tokens)
+        output = self._post_process(complete, sampled, returned, decision)
         self.stats.num_steps += 1
         self.stats.step_s += self._clock() - started_s
         return output
@@ -293,7 +323,7 @@ class Engine:
         complete: Sequence[EngineSequence],
         sampled: Sequence[SampledToken],
         returned: tuple[str, ...],
-        num_tokens: int,
+        decision: SchedulerOutput,
     ) -> StepOutput:
         chunks: dict[str, list[TokenChunk]] = {}
         prefilled: list[PrefillDone] = []
@@ -315,7 +345,12 @@ class Engine:
             if state.is_finished:
                 finished.append(state.request.request_id)
                 del self._states[state.request.request_id]
-        return StepOutput(chunks, tuple(prefilled), tuple(finished), returned, num_tokens)
+        progressed = tuple(
+            sequence.request.request_id
+            for sequence in decision.num_tokens
+            if sequence.state.keep_kv and sequence.status is SequenceStatus.RUNNING
+        )
+        return StepOutput(chunks, tuple(prefilled), tuple(finished), returned, progressed, decision.total_tokens)
 
     def _with_report(self, state: RequestState, chunk: TokenChunk) -> TokenChunk:
         """Attach what prefill took to the first token made here."""
@@ -376,9 +411,7 @@ class Engine:
         num_tokens = sequence.num_computed_tokens
         if any(chunk.finish_reason is None for chunk in first_tokens):
             block_ids = tuple(sequence.block_table)
-            hold_id = self._next_hold
-            self._next_hold += 1
-            self._holds[hold_id] = sequence.block_table
+            hold_id = self._new_hold(sequence.block_table)
             sequence.block_table = []
         for sibling in state.sequences:
             self.scheduler.remove(sibling)

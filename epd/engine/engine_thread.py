@@ -47,6 +47,7 @@ class RequestStream:
         self._chunks: list[TokenChunk] = []
         self._prefill_done: asyncio.Future[PrefillDone] = asyncio.get_running_loop().create_future()
         self._has_news = asyncio.Event()
+        self._has_progressed = asyncio.Event()
         self._is_finished = False
         self._is_hold_taken = False
         self._error: BaseException | None = None
@@ -70,6 +71,16 @@ class RequestStream:
         """Wait for the prefill of a ``keep_kv`` request. Raises what ended it."""
         return await asyncio.shield(self._prefill_done)  # a cancelled reader must not cancel the result
 
+    @property
+    def is_prefill_done(self) -> bool:
+        """Whether ``prefill_done`` would return, or raise, at once."""
+        return self._prefill_done.done()
+
+    async def progress(self) -> None:
+        """Wait until more of a ``keep_kv`` request has been computed than when this was last called."""
+        await self._has_progressed.wait()
+        self._has_progressed.clear()
+
     def take_hold(self) -> None:
         """Take over the blocks that a finished prefill holds; until then, leaving the stream frees them."""
         self._is_hold_taken = True
@@ -85,6 +96,9 @@ class RequestStream:
         self._chunks.extend(chunks)
         self._has_news.set()
 
+    def note_progress(self) -> None:
+        self._has_progressed.set()
+
     def finish(self) -> None:
         self._is_finished = True
         self._has_news.set()
@@ -96,10 +110,12 @@ class RequestStream:
             self._prefill_done.set_exception(error)
             self._prefill_done.exception()  # marks it as seen: a streaming reader never looks at this future
         self._has_news.set()
+        self._has_progressed.set()
 
     def set_prefill_done(self, done: PrefillDone) -> None:
         if not self._prefill_done.done():
             self._prefill_done.set_result(done)
+        self._has_progressed.set()
 
 
 def coalesce(chunks: Iterable[TokenChunk]) -> tuple[TokenChunk, ...]:
@@ -286,6 +302,9 @@ class EngineThread:
         for request_id in output.returned:
             reason = "its KV blocks were needed and this replica lacks its embeddings"
             self._fail_streams((request_id,), RequestReturnedError(request_id, reason))
+        for request_id in output.progressed:
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.note_progress()
         for done in output.prefilled:
             if (stream := self._streams.get(done.request_id)) is not None:
                 stream.set_prefill_done(done)

@@ -45,7 +45,7 @@ class DataPlane:
         return {kind: connector for kind, connector in connectors.items() if connector is not None}
 
     def start(self) -> None:
-        self._reaper = self._spawn(self._reap())
+        self._reaper = self.spawn(self._reap())
 
     async def close(self) -> None:
         """End all claims and give the transport back."""
@@ -116,9 +116,10 @@ class DataPlane:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                     await self._peers.release(handle.owner, [handle.handle_id])
 
-        self._spawn(release())
+        self.spawn(release())
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something that outlives its request, to the end of the replica at most."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from epd.errors import EpdError, StageFailedError, TransferError
-from epd.stages.tasks import all_or_first_error
+from epd.stages.tasks import all_or_first_error, unless_fails
 from epd.types import EmbeddingHandle, MediaItem, Placement, Request, StageClient, StageReport
 
 T = TypeVar("T")
@@ -139,26 +139,4 @@ class EncodeLegs:
 
     async def beside(self, leg: Awaitable[T]) -> T:
         """Await the other leg; an item that cannot be encoded ends it. Raises ``EncodeFailed``."""
-        encoding = self._running
-        if encoding is None:
-            return await leg
-        running = asyncio.ensure_future(leg)
-        try:
-            waiting: set[asyncio.Future[object]] = {running, encoding}  # type: ignore[arg-type]
-            while not running.done():
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                waiting -= done
-                _raise_failure(encoding)
-            _raise_failure(encoding)
-            return running.result()
-        finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-            elif not running.cancelled():
-                running.exception()  # seen, whatever was raised instead
-
-
-def _raise_failure(encoding: asyncio.Task[None]) -> None:
-    if encoding.done() and not encoding.cancelled() and (error := encoding.exception()) is not None:
-        raise error
+        return await leg if self._running is None else await unless_fails(leg, self._running)

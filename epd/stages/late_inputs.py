@@ -1,8 +1,9 @@
-"""Inputs that follow the call they belong to: embeddings that are still being made when their prompt's leg starts.
+"""Inputs that follow the call they belong to, because they are still being made when its leg starts.
 
 Owns, on the replica that runs the leg, who waits for what and what came too early. A message may overtake the call that
-it belongs to, so what arrives for a leg that is not there yet is kept for a while. Whoever takes a handle over releases
-it; one that nobody took is given up here. Knows nothing of engines or transfers. Runs on one event loop.
+it belongs to, so what arrives for a leg that is not there yet is kept for a while. Whoever takes an input over is
+responsible for what it claims; one that nobody took is given up here. Knows nothing of what inputs are: embeddings of
+a prompt, by item, the result of a prefill, or where to push its blocks. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -13,45 +14,46 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-from epd.types import EmbeddingHandle
+from typing import Generic, TypeVar
 
 __all__ = ["LateInputs", "Leg"]
 
 _MAX_EARLY_LEGS = 1024
 _MAX_ENDED_LEGS = 4096
 
+T = TypeVar("T")
 
-class Leg:
-    """What one leg waits for, by item index."""
 
-    def __init__(self, awaited: frozenset[int], give_up: Callable[[EmbeddingHandle], None]) -> None:
+class Leg(Generic[T]):
+    """What one leg waits for, by index."""
+
+    def __init__(self, awaited: frozenset[int], give_up: Callable[[T], None]) -> None:
         self._give_up = give_up
-        self._arriving: dict[int, asyncio.Future[EmbeddingHandle]] = {
+        self._arriving: dict[int, asyncio.Future[T]] = {
             index: asyncio.get_running_loop().create_future() for index in awaited
         }
 
     def __contains__(self, index: int) -> bool:
         return index in self._arriving
 
-    async def handle(self, index: int) -> EmbeddingHandle:
-        """Wait for an item's handle; from then on the caller releases it."""
-        handle = await asyncio.shield(self._arriving[index])
+    async def take(self, index: int = 0) -> T:
+        """Wait for an input; from then on it is the caller's."""
+        value = await asyncio.shield(self._arriving[index])
         del self._arriving[index]
-        return handle
+        return value
 
     def decline(self, index: int) -> None:
-        """Say that an item is not needed any more."""
+        """Say that an input is not needed any more."""
         arriving = self._arriving.pop(index)
         if arriving.done():
             self._give_up(arriving.result())
 
-    def put(self, index: int, handle: EmbeddingHandle) -> bool:
-        """Hand a handle over; return whether it was wanted."""
+    def put(self, index: int, value: T) -> bool:
+        """Hand an input over; return whether it was wanted."""
         arriving = self._arriving.get(index)
         if arriving is None or arriving.done():
             return False
-        arriving.set_result(handle)
+        arriving.set_result(value)
         return True
 
     def close(self) -> None:
@@ -60,19 +62,19 @@ class Leg:
 
 
 @dataclass(slots=True)
-class _Early:
+class _Early(Generic[T]):
     """What came for a leg ahead of its call."""
 
     arrived_s: float
-    handles: dict[int, EmbeddingHandle] = field(default_factory=dict)
+    inputs: dict[int, T] = field(default_factory=dict)
 
 
-class LateInputs:
-    """See the module. ``give_up`` is told of handles that nobody took."""
+class LateInputs(Generic[T]):
+    """See the module. ``give_up`` is told of inputs that nobody took."""
 
     def __init__(
         self,
-        give_up: Callable[[EmbeddingHandle], None],
+        give_up: Callable[[T], None],
         *,
         keep_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -81,30 +83,30 @@ class LateInputs:
         self._give_up = give_up
         self._keep_s = keep_s
         self._clock = clock
-        self._legs: dict[str, Leg] = {}
-        self._early: OrderedDict[str, _Early] = OrderedDict()
+        self._legs: dict[str, Leg[T]] = {}
+        self._early: OrderedDict[str, _Early[T]] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     @property
     def num_early(self) -> int:
-        """Handles that wait for a leg that has not come."""
-        return sum(len(early.handles) for early in self._early.values())
+        """Inputs that wait for a leg that has not come."""
+        return sum(len(early.inputs) for early in self._early.values())
 
-    def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
-        """Take an input; ``False`` means that nobody wants it, and that it is still the caller's to release."""
+    def provide(self, leg_id: str, index: int, value: T) -> bool:
+        """Take an input; ``False`` means that nobody wants it, and that it is still the caller's."""
         self._drop_old()
         if (leg := self._legs.get(leg_id)) is not None:
-            return leg.put(index, handle)
+            return leg.put(index, value)
         if leg_id in self._ended:
             return False
-        early = self._early.setdefault(leg_id, _Early(self._clock()))
-        if index in early.handles:
+        early = self._early.setdefault(leg_id, _Early[T](self._clock()))
+        if index in early.inputs:
             return False
-        early.handles[index] = handle
+        early.inputs[index] = value
         return True
 
     @contextmanager
-    def leg(self, leg_id: str, awaited: frozenset[int]) -> Iterator[Leg]:
+    def leg(self, leg_id: str, awaited: frozenset[int]) -> Iterator[Leg[T]]:
         """Open a leg for as long as it runs; what it did not take is given up at its end."""
         self._drop_old()
         leg = Leg(awaited, self._give_up)
@@ -112,9 +114,9 @@ class LateInputs:
             yield leg
             return
         early = self._early.pop(leg_id, None)
-        for index, handle in early.handles.items() if early is not None else ():
-            if not leg.put(index, handle):
-                self._give_up(handle)
+        for index, value in early.inputs.items() if early is not None else ():
+            if not leg.put(index, value):
+                self._give_up(value)
         self._legs[leg_id] = leg
         try:
             yield leg
@@ -131,5 +133,5 @@ class LateInputs:
             if len(self._early) <= _MAX_EARLY_LEGS and self._clock() - early.arrived_s < self._keep_s:
                 return
             del self._early[leg_id]
-            for handle in early.handles.values():
-                self._give_up(handle)
+            for value in early.inputs.values():
+                self._give_up(value)

@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 from uuid import uuid4
 
 from epd.errors import (
@@ -29,10 +29,15 @@ from epd.errors import (
     TransferError,
 )
 from epd.stages.encode_legs import EncodeFailed, EncodeLegs, Reassign
+from epd.stages.tasks import unless_fails
 from epd.types import (
+    AwaitedPrefill,
+    DecodeSource,
     EmbeddingHandle,
     Handle,
+    KVHandle,
     Placement,
+    Prefilled,
     Prompt,
     Request,
     StageClient,
@@ -63,56 +68,149 @@ class _LegFailed(Exception):  # noqa: N818 - internal: says which replica failed
         self.num_failures = num_failures
 
 
+@dataclass(frozen=True, slots=True)
+class LifeOptions:
+    """``overlap`` starts prefill while embeddings are still being made elsewhere; ``push`` starts decode, too, so that
+    it makes room for the KV blocks, and they are written there while later ones are computed."""
+
+    max_attempts: int = 3
+    overlap: bool = True
+    push: bool = True
+
+
 async def run_stages(
     request: Request,
     placement: Placement,
     client_of: ClientOf,
     payloads: Mapping[int, bytes],
     reassign: Reassign,
-    *,
-    overlap: bool,
-    max_attempts: int,
+    options: LifeOptions,
 ) -> AsyncGenerator[tuple[tuple[TokenChunk, ...], Placement]]:
     """Yield the output tokens of one placed request, and where they were made: other encoders may have stepped in.
 
-    Adjacent stages on the same replica are one call to it. With ``overlap``, prefill starts at once, and the embeddings
-    that are made elsewhere follow. Whatever the stages hold for one another is released on every way out. Raises
-    ``_LegFailed``.
+    Adjacent stages on the same replica are one call to it. Whatever the stages hold for one another is released on
+    every way out. Raises ``_LegFailed``.
     """
     apart = {item.index: placement.encode[item.index] for item in request.items if _is_apart(placement, item.index)}
     local = {index: payload for index, payload in payloads.items() if index not in apart}
-    encoding = EncodeLegs(request, apart, payloads, client_of, reassign, max_attempts)
+    encoding = EncodeLegs(request, apart, payloads, client_of, reassign, options.max_attempts)
+    leg_id = uuid4().hex
     kv_claims: list[Handle] = []
     is_taken_over = False
     try:
-        async with _embeddings(request, placement, client_of, encoding, overlap=overlap) as prompt:
-            if placement.decode == placement.prefill:
-                stream = client_of(placement.decode).decode(request, prompt, local)
-                async with contextlib.aclosing(stream):
-                    with _blame(placement.decode):
-                        chunks = await encoding.beside(_next(stream))
-                        is_taken_over = True
-                        await encoding.end()
-                        placement = encoding.as_run(placement)
-                        if chunks is not None:
-                            yield _with_report(chunks, encoding.report), placement
-                        async for chunks in stream:
-                            yield chunks, placement
-                return
-            with _blame(placement.prefill):
-                prefilled = await encoding.beside(client_of(placement.prefill).prefill(request, prompt, local))
-            is_taken_over = True
-            kv_claims = [] if prefilled.kv is None else [prefilled.kv]
-        placement = encoding.as_run(placement)
-        yield _with_report(prefilled.first_tokens, encoding.report + prefilled.report), placement
-        if prefilled.kv is not None:
-            with _blame(placement.decode):
-                async with contextlib.aclosing(client_of(placement.decode).decode(request, prefilled, {})) as stream:
-                    async for chunks in stream:
-                        kv_claims.clear()
+        if placement.decode == placement.prefill:
+            async with (
+                _embeddings(leg_id, placement, client_of, encoding, options) as prompt,
+                _Decoding(placement.decode, client_of, request, prompt, local) as decoding,
+            ):
+                chunks = await encoding.beside(decoding.first())
+                is_taken_over = True
+                await encoding.end()
+                placement = encoding.as_run(placement)
+                yield _with_report(chunks, encoding.report), placement
+                with _blame(placement.decode):
+                    async for chunks in decoding.stream:
                         yield chunks, placement
+            return
+        async with contextlib.AsyncExitStack() as legs:
+            early: _Decoding | None = None
+            if options.push:
+                awaited = AwaitedPrefill(leg_id, placement.prefill)
+                early = await legs.enter_async_context(_Decoding(placement.decode, client_of, request, awaited, {}))
+                early.start()
+            async with _embeddings(leg_id, placement, client_of, encoding, options) as prompt:
+                prompt = replace(prompt, is_pushed=options.push)
+                prefill = _prefill(placement.prefill, client_of, request, prompt, local)
+                prefilled = await encoding.beside(prefill if early is None else early.beside(prefill))
+            is_taken_over = True
+            kv_claims = [prefilled.kv] if isinstance(prefilled.kv, KVHandle) else []
+            placement = encoding.as_run(placement)
+            first = _with_report(prefilled.first_tokens, encoding.report + prefilled.report), placement
+            if prefilled.kv is None:
+                yield first
+                return
+            if early is not None:
+                early.resume(leg_id, prefilled)
+                decoding = early
+            else:
+                late = _Decoding(placement.decode, client_of, request, prefilled, {})
+                decoding = await legs.enter_async_context(late)
+                decoding.start()
+            yield first
+            chunks = await decoding.first()
+            kv_claims.clear()
+            yield chunks, placement
+            with _blame(placement.decode):
+                async for chunks in decoding.stream:
+                    yield chunks, placement
     finally:
         await _release([*kv_claims, *encoding.claims(is_taken_over=is_taken_over)], client_of)
+
+
+async def _prefill(
+    replica_id: str, client_of: ClientOf, request: Request, prompt: Prompt, payloads: Mapping[int, bytes]
+) -> Prefilled:
+    with _blame(replica_id):
+        return await client_of(replica_id).prefill(request, prompt, payloads)
+
+
+class _Decoding:
+    """A decode leg that may be under way before it is read. Leaving it ends it."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        client_of: ClientOf,
+        request: Request,
+        source: DecodeSource,
+        payloads: Mapping[int, bytes],
+    ) -> None:
+        self._replica_id = replica_id
+        self._client = client_of(replica_id)
+        self.stream = self._client.decode(request, source, payloads)
+        self._starting: asyncio.Task[tuple[TokenChunk, ...]] | None = None
+        self._resuming: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        tasks = [task for task in (self._starting, self._resuming) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.stream.aclose()
+
+    def start(self) -> None:
+        """Call the replica now; ``first`` waits for what it says."""
+        self._starting = asyncio.create_task(self._first())
+
+    def resume(self, leg_id: str, prefilled: Prefilled) -> None:
+        """Give a leg that awaits it its prefill."""
+        self._resuming = asyncio.create_task(self._resume(leg_id, prefilled))
+
+    async def beside(self, leg: Awaitable[T]) -> T:
+        """Await another leg, unless this one fails first."""
+        assert self._starting is not None
+        return await unless_fails(leg, self._starting)
+
+    async def first(self) -> tuple[TokenChunk, ...]:
+        """Return the first chunks; none if there is nothing to decode."""
+        if self._resuming is not None:
+            return await unless_fails(self._started(), self._resuming)
+        return await self._started()
+
+    async def _started(self) -> tuple[TokenChunk, ...]:
+        return await (self._first() if self._starting is None else self._starting)
+
+    async def _first(self) -> tuple[TokenChunk, ...]:
+        with _blame(self._replica_id):
+            return await anext(self.stream, ())
+
+    async def _resume(self, leg_id: str, prefilled: Prefilled) -> None:
+        with _blame(self._replica_id):
+            if not await self._client.resume(leg_id, prefilled):
+                raise StageFailedError("decode", f"replica {self._replica_id} has given the request up")
 
 
 def _is_apart(placement: Placement, index: int) -> bool:
@@ -121,32 +219,25 @@ def _is_apart(placement: Placement, index: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def _embeddings(
-    request: Request, placement: Placement, client_of: ClientOf, encoding: EncodeLegs, *, overlap: bool
+    leg_id: str, placement: Placement, client_of: ClientOf, encoding: EncodeLegs, options: LifeOptions
 ) -> AsyncIterator[Prompt]:
     """Give the prompt to start from: at once, its embeddings to follow, or with all of them in it."""
+
+    async def deliver(index: int, handle: EmbeddingHandle) -> bool:
+        # A consumer that cannot be reached fails its own call, too, and that is where it is noticed.
+        with contextlib.suppress(StageFailedError, TransferError):
+            return await client_of(placement.prefill).provide(leg_id, index, handle)
+        return False
+
     try:
-        if not encoding.items:
-            yield Prompt(tuple(encoding.handles))
-        elif overlap:
-            leg_id = uuid4().hex
-
-            async def deliver(index: int, handle: EmbeddingHandle) -> bool:
-                # A consumer that cannot be reached fails its own call, too, and that is where it is noticed.
-                with contextlib.suppress(StageFailedError, TransferError):
-                    return await client_of(placement.prefill).provide(leg_id, index, handle)
-                return False
-
+        if options.overlap and encoding.items:
             async with encoding.running(deliver):
                 yield Prompt(tuple(encoding.handles), encoding.items, leg_id)
         else:
             await encoding.run()
-            yield Prompt(tuple(encoding.handles))
+            yield Prompt(tuple(encoding.handles), leg_id=leg_id)
     except EncodeFailed as failure:
         raise _LegFailed(failure.replica_id, failure.error, failure.num_failures) from failure.error
-
-
-async def _next(stream: AsyncGenerator[T]) -> T | None:
-    return await anext(stream, None)
 
 
 def _with_report(chunks: tuple[TokenChunk, ...], report: StageReport) -> tuple[TokenChunk, ...]:
@@ -214,9 +305,7 @@ async def generate(
     payloads: Mapping[int, bytes],
     place: Place,
     client_of: ClientOf,
-    *,
-    max_attempts: int = 3,
-    overlap: bool = True,
+    options: LifeOptions = LifeOptions(),
 ) -> AsyncGenerator[Update]:
     """Place a request, run it, and yield its tokens; place it again when a replica fails.
 
@@ -232,9 +321,8 @@ async def generate(
         placement = place(part, excluded)
         num_placements += 1
         reassign = partial(_encoder_instead, place, part, excluded)
-        life = run_stages(
-            part, placement, client_of, payloads, reassign, overlap=overlap, max_attempts=max_attempts - num_failures
-        )
+        left = replace(options, max_attempts=options.max_attempts - num_failures)
+        life = run_stages(part, placement, client_of, payloads, reassign, left)
         stages = _until_deadline(life, request)
         try:
             async with contextlib.aclosing(stages):
@@ -247,7 +335,7 @@ async def generate(
             if not isinstance(failure.error, StageFailedError | TransferError):
                 raise failure.error from None
             num_failures += failure.num_failures
-            if num_failures >= max_attempts:
+            if num_failures >= options.max_attempts:
                 raise _as_stage_failure(failure) from failure.error
             excluded |= {failure.replica_id}
 

@@ -23,6 +23,7 @@ from epd.engine.engine import PrefillDone
 from epd.engine.engine_thread import EngineThread, RequestStream
 from epd.engine.reservations import Reservation
 from epd.errors import (
+    ConfigError,
     MediaError,
     RequestReturnedError,
     StageFailedError,
@@ -32,21 +33,27 @@ from epd.media.decode import decode_image, decode_video
 from epd.stages.data_plane import DataPlane
 from epd.stages.encoding import EncodeService
 from epd.stages.late_inputs import LateInputs, Leg
+from epd.stages.push import Push, Pushes
+from epd.stages.reception import Reception
 from epd.stages.startup import LoadedEngine, load_encoder, load_engine, prepare, warm_up_encoder, warm_up_engine
 from epd.stages.stats import Counters, WorkerStats
 from epd.stages.tasks import all_or_first_error
-from epd.transfer.base import PeerClient
+from epd.transfer.base import KVConnector, PeerClient
 from epd.transfer.factory import Backend, build_connectors
 from epd.types import (
+    AwaitedPrefill,
+    DecodeSource,
     Embedding,
     EmbeddingHandle,
     Encoded,
     KVHandle,
+    KVTarget,
     MediaItem,
     Modality,
     ModelFamily,
     Prefilled,
     Prompt,
+    PushedKV,
     ReplicaLoad,
     Request,
     Stage,
@@ -108,9 +115,11 @@ class StageWorker:
         self.engine_thread: EngineThread | None = None
         self._block_size = engine.kv_block_size
         self._num_blocks = 0
+        self._block_bytes = 0
         if roles & {Stage.PREFILL, Stage.DECODE}:
             self._loaded = load_engine(replica_id, family, model.dtype, engine)
             kv_cache = self._loaded.kv_cache
+            self._block_bytes = kv_cache.block_bytes
             self._num_blocks = kv_cache.num_blocks
             self.engine_thread = EngineThread(self._loaded.engine, num_threads=engine.num_threads)
         connectors = build_connectors(
@@ -127,7 +136,14 @@ class StageWorker:
             device=engine.device,
         )
         self.data = DataPlane(connectors, peers, transfer.lease_s)
-        self._late = LateInputs(self.data.release_soon, keep_s=transfer.lease_s)
+        self._peers = peers
+        self._late: LateInputs[EmbeddingHandle] = LateInputs(self.data.release_soon, keep_s=transfer.lease_s)
+        self._prefills: LateInputs[Prefilled] = LateInputs(self._give_up, keep_s=transfer.lease_s)
+        self._pushes: Pushes | None = None
+        if self.engine_thread is not None and self.data.kv is not None:
+            if transfer.kv_mode == "push" and not self.data.kv.supports_push:
+                raise ConfigError("args.transfer.kv_mode", f"{self.data.kv.backend} cannot push; use auto or pull")
+            self._pushes = Pushes(self.engine_thread, self.data.kv, transfer.lease_s)
 
     # -- life of the replica -------------------------------------------------------------------------------------------
 
@@ -194,18 +210,46 @@ class StageWorker:
         if self.data.kv is None or Stage.PREFILL not in self.roles:
             raise self._lacks(Stage.PREFILL)
         with self._counters.stage(Stage.PREFILL, *self._fused_encode(payloads)):
-            async with self._prompt_running(request, prompt, payloads, keep_kv=True) as (stream, feeding):
+            async with (
+                self._prompt_running(request, prompt, payloads, keep_kv=True) as (stream, feeding),
+                self._pushing(prompt, stream) as push,
+            ):
                 done = await stream.prefill_done()
-                # No await between taking the hold over and lending it out: a cancellation finds no gap.
-                stream.take_hold()
-                kv = None if done.hold_id is None else self._lend(done, self._rotary_delta(request))
                 report = _report_so_far(feeding)
+                kv, pushed = await self._hand_over(request, stream, done, push)
+                report = report + pushed
                 for chunk in done.first_tokens:
                     if chunk.report is not None:
                         report = report + chunk.report
                         self._counters.stage_seconds[Stage.PREFILL].observe(chunk.report.timings_s["prefill"])
                 first_tokens = tuple(replace(chunk, report=None) for chunk in done.first_tokens)
                 return Prefilled(kv, first_tokens, done.num_cached_tokens, report)
+
+    @contextlib.asynccontextmanager
+    async def _pushing(self, prompt: Prompt, stream: RequestStream) -> AsyncIterator[Push | None]:
+        if not prompt.is_pushed or self._pushes is None:
+            yield None
+            return
+        async with self._pushes.pushing(prompt.leg_id, stream) as push:
+            yield push
+
+    async def _hand_over(
+        self, request: Request, stream: RequestStream, done: PrefillDone, push: Push | None
+    ) -> tuple[KVHandle | PushedKV | None, StageReport]:
+        """Say where the blocks of a finished prefill are: pushed, or lent out from here."""
+        connector, delta = self.data.kv, self._rotary_delta(request)
+        assert connector is not None
+        if push is not None:
+            started_s = time.monotonic()
+            if (target := await push.finished(done)) is not None:
+                num_bytes = target.num_blocks * self._block_bytes
+                self._counters.transferred("kv", connector.backend, num_bytes)
+                report = StageReport({"kv_transfer": time.monotonic() - started_s}, {"kv": num_bytes})
+                # The blocks here are not needed any more: leaving the stream frees them.
+                return PushedKV(target.target_id, done.num_tokens, delta), report
+        # No await between taking the hold over and lending it out: a cancellation finds no gap.
+        stream.take_hold()
+        return (None if done.hold_id is None else self._lend(done, delta)), StageReport()
 
     def _lend(self, done: PrefillDone, rotary_delta: int) -> KVHandle:
         engine, connector, hold_id = self.engine_thread, self.data.kv, done.hold_id
@@ -253,7 +297,7 @@ class StageWorker:
         self,
         request: Request,
         claims: dict[int, EmbeddingHandle],
-        leg: Leg,
+        leg: Leg[EmbeddingHandle],
         payloads: Mapping[int, bytes],
         held: HeldEmbeddings,
     ) -> StageReport:
@@ -276,13 +320,13 @@ class StageWorker:
         reports = await all_or_first_error([one(item) for item in request.items])
         return sum(reports, StageReport())
 
-    async def _await_embedding(self, item: MediaItem, leg: Leg, held: HeldEmbeddings) -> StageReport:
+    async def _await_embedding(self, item: MediaItem, leg: Leg[EmbeddingHandle], held: HeldEmbeddings) -> StageReport:
         """Wait for an embedding that is being made elsewhere, unless it is here already."""
         if (cached := self._embeddings.acquire(item.mm_hash)) is not None:
             held.add(item, cached)
             leg.decline(item.index)
             return StageReport(cached={"embedding_items": 1})
-        return await self._fetch_embedding(item, await leg.handle(item.index), held)
+        return await self._fetch_embedding(item, await leg.take(item.index), held)
 
     async def _fetch_embedding(self, item: MediaItem, handle: EmbeddingHandle, held: HeldEmbeddings) -> StageReport:
         connector = self.data.embedding
@@ -307,15 +351,28 @@ class StageWorker:
     # -- decode --------------------------------------------------------------------------------------------------------
 
     async def decode(
-        self, request: Request, source: Prompt | Prefilled, payloads: Mapping[int, bytes]
+        self, request: Request, source: DecodeSource, payloads: Mapping[int, bytes]
     ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
         """See ``StageClient``."""
         if Stage.DECODE not in self.roles:
             raise self._lacks(Stage.DECODE)
+        if isinstance(source, AwaitedPrefill):
+            async with contextlib.aclosing(self._decode_awaited(request, source)) as awaited:
+                async for chunks in awaited:
+                    yield chunks
+            return
         if isinstance(source, Prompt):
             stages, run = (Stage.PREFILL, *self._fused_encode(payloads)), self._decode_prompt(request, source, payloads)
         else:
             stages, run = (), self._decode_prefilled(request, source)
+        async with contextlib.aclosing(self._counted(stages, run)) as counted:
+            async for chunks in counted:
+                yield chunks
+
+    async def _counted(
+        self, stages: tuple[Stage, ...], run: AsyncGenerator[tuple[TokenChunk, ...]]
+    ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
+        """Pass a decode's chunks on, counted and timed."""
         started_s = time.monotonic()
         with self._counters.stage(Stage.DECODE, *stages):
             async with contextlib.aclosing(run):
@@ -349,16 +406,42 @@ class StageWorker:
         engine = self._running_engine()
         if prefilled.kv is None:
             return
-        async with engine.stream(request.request_id) as stream:
-            report = await self._take_over(request, prefilled)
-            async for chunks in stream:
-                yield (replace(chunks[0], report=report + (chunks[0].report or StageReport())), *chunks[1:])
-                report = StageReport()
+        async with (
+            engine.stream(request.request_id) as stream,
+            contextlib.aclosing(self._decode_from(request, prefilled, stream, None)) as run,
+        ):
+            async for chunks in run:
+                yield chunks
 
-    async def _take_over(self, request: Request, prefilled: Prefilled) -> StageReport:
+    async def _decode_awaited(self, request: Request, source: AwaitedPrefill) -> AsyncGenerator[tuple[TokenChunk, ...]]:
+        """Make room while the prompt is being prefilled elsewhere; go on once it is done."""
+        engine, connector = self._running_engine(), self.data.kv
+        if connector is None:
+            raise self._lacks(Stage.DECODE)
+        reserve = partial(self._reserve, request, request.num_prefill_tokens)
+        reception = Reception(source, reserve, engine, connector, self.data, self._peers)
+        with self._prefills.leg(source.leg_id, frozenset({0})) as leg:
+            async with engine.stream(request.request_id) as stream, reception.open():
+                prefilled = await leg.take()
+                if prefilled.kv is None:
+                    return
+                run = self._counted((), self._decode_from(request, prefilled, stream, reception))
+                async with contextlib.aclosing(run):
+                    async for chunks in run:
+                        yield chunks
+
+    async def _decode_from(
+        self, request: Request, prefilled: Prefilled, stream: RequestStream, reception: Reception | None
+    ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
+        report = await self._take_over(request, prefilled, reception)
+        async for chunks in stream:
+            yield (replace(chunks[0], report=report + (chunks[0].report or StageReport())), *chunks[1:])
+            report = StageReport()
+
+    async def _take_over(self, request: Request, prefilled: Prefilled, reception: Reception | None) -> StageReport:
         """Get a prefilled request's blocks into this engine and let it run."""
-        engine, connector, handle = self._running_engine(), self.data.kv, prefilled.kv
-        assert handle is not None
+        engine, connector, kv = self._running_engine(), self.data.kv, prefilled.kv
+        assert kv is not None
         if connector is None:
             raise self._lacks(Stage.DECODE)
         started_s = time.monotonic()
@@ -366,23 +449,24 @@ class StageWorker:
         reservation: Reservation | None = None
         is_active = False
         try:
-            async with self.data.kept_alive(handle):
-                reservation = await self._reserve(request, handle.num_tokens)
+            if reception is not None and isinstance(kv, PushedKV):
+                await self._await_pushed(request, prefilled, reception)
+                reservation = await reception.reservation()
                 has_kv = True
-                if reservation.missing_blocks:
-                    try:
-                        fetched = await connector.fetch(
-                            handle, reservation.missing_blocks, reservation.num_cached_blocks
-                        )
-                        has_kv, num_bytes = not fetched.failed, fetched.num_bytes
-                    except TransferError:
-                        has_kv = False
-                        if self._transfer.on_failure == "fail":
-                            raise
+            elif isinstance(kv, KVHandle):
+                async with self.data.kept_alive(kv):
+                    if reception is None:
+                        reservation = await self._reserve(request, kv.num_tokens)
+                    else:
+                        reservation = await reception.reservation()
+                        await reception.landed(prefilled)
+                    has_kv, num_bytes = await self._fetch_blocks(kv, reservation, connector)
+            else:
+                raise StageFailedError("decode", "KV blocks were pushed to a leg that asked for none")
             if not has_kv:
                 self._counters.transfer_failures["kv"] += 1
                 self._check_recomputable(request)
-            rotary = replace(self._family.rotary_positions(request), delta=handle.rotary_delta)
+            rotary = replace(self._family.rotary_positions(request), delta=kv.rotary_delta)
             held = reservation
             await engine.call(lambda running: running.activate(held, prefilled.first_tokens, rotary, has_kv=has_kv))
             is_active = True
@@ -390,9 +474,39 @@ class StageWorker:
             if reservation is not None and not is_active:
                 unused = reservation
                 engine.post(lambda running: running.cancel_reservation(unused))
-            self.data.release_soon(handle)
-        self._counters.transferred("kv", connector.backend, num_bytes)
-        return StageReport({"kv_transfer": time.monotonic() - started_s}, {"kv": num_bytes})
+            if isinstance(kv, KVHandle):
+                self.data.release_soon(kv)
+        if num_bytes:
+            self._counters.transferred("kv", connector.backend, num_bytes)
+        transferred = {"kv": num_bytes} if isinstance(kv, KVHandle) else {}
+        return StageReport({"kv_transfer": time.monotonic() - started_s}, transferred)
+
+    async def _await_pushed(self, request: Request, prefilled: Prefilled, reception: Reception) -> None:
+        try:
+            if await reception.landed(prefilled):
+                return
+        except TransferError as error:
+            _LOG.warning("pushed KV blocks did not arrive: %s", error)
+        # They may arrive yet, so these blocks cannot be used now; another placement starts with fresh ones.
+        self._counters.transfer_failures["kv"] += 1
+        if self._transfer.on_failure == "fail":
+            raise StageFailedError("transfer", "pushed KV blocks did not arrive")
+        raise RequestReturnedError(request.request_id, "its KV blocks did not arrive")
+
+    async def _fetch_blocks(
+        self, handle: KVHandle, reservation: Reservation, connector: KVConnector
+    ) -> tuple[bool, int]:
+        """Fetch what the prefix cache lacks; return whether it is all here, and the bytes moved."""
+        if not reservation.missing_blocks:
+            return True, 0
+        try:
+            fetched = await connector.fetch(handle, reservation.missing_blocks, reservation.num_cached_blocks)
+        except TransferError:
+            if self._transfer.on_failure == "fail":
+                self._counters.transfer_failures["kv"] += 1
+                raise
+            return False, 0
+        return not fetched.failed, fetched.num_bytes
 
     async def _reserve(self, request: Request, num_tokens: int) -> Reservation:
         """Wait for blocks; the engine grants them in the order asked, and leaving the stream withdraws the wish."""
@@ -415,6 +529,24 @@ class StageWorker:
     async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
         """See ``StageClient``."""
         return self._late.provide(leg_id, index, handle)
+
+    async def resume(self, leg_id: str, prefilled: Prefilled) -> bool:
+        """See ``StageClient``."""
+        return self._prefills.provide(leg_id, 0, prefilled)
+
+    def push_to(self, leg_id: str, target: KVTarget) -> bool:
+        """See ``PeerClient``."""
+        return self._pushes is not None and self._pushes.offer(leg_id, target)
+
+    async def stop_push(self, target_id: str) -> None:
+        """See ``PeerClient``."""
+        if self._pushes is not None:
+            await self._pushes.stop(target_id)
+
+    def _give_up(self, prefilled: Prefilled) -> None:
+        """Release the blocks of a prefill that nobody decodes any more."""
+        if isinstance(prefilled.kv, KVHandle):
+            self.data.release_soon(prefilled.kv)
 
     # -- memory lent to others -----------------------------------------------------------------------------------------
 

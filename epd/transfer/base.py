@@ -52,7 +52,8 @@ class FetchResult:
 class PeerClient(Protocol):
     """Control calls to the owner of a handle, and its data when there is no one-sided transport.
 
-    Raises ``PeerLostError`` when the owner cannot be reached, ``HandleExpiredError`` when it no longer knows a handle.
+    Raises ``PeerLostError`` when the other cannot be reached (``PeerGoneError`` when it has ended), and
+    ``HandleExpiredError`` when an owner no longer knows a handle.
     """
 
     async def read(self, owner: str, handle_id: str, first: int, count: int) -> torch.Tensor:
@@ -65,6 +66,17 @@ class PeerClient(Protocol):
     async def renew(self, owner: str, handle_ids: Sequence[str]) -> None: ...
 
     async def release(self, owner: str, handle_ids: Sequence[str]) -> None: ...
+
+    async def push_to(self, replica_id: str, leg_id: str, target: KVTarget) -> bool:
+        """Tell the replica that prefills a leg where its blocks are wanted; ``False`` if it will write nothing."""
+        ...
+
+    async def stop_push(self, replica_id: str, target_id: str) -> None:
+        """Return once that replica writes nothing to the target any more, now or later.
+
+        Raises ``PeerGoneError`` when it has ended, which is as good, and ``PeerLostError`` when it does not answer.
+        """
+        ...
 
 
 class KVConnector(Protocol):

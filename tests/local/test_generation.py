@@ -17,6 +17,7 @@ from deployments.generation import Delta, Generation, Prepared, Timeline
 from epd.errors import DeadlineExceededError, StageFailedError
 from epd.prompt.detokenizer import IncrementalDetokenizer
 from epd.prompt.tokenizer import TextTokenizer
+from epd.stages.life import LifeOptions
 from epd.types import (
     FinishReason,
     Mode,
@@ -72,7 +73,7 @@ async def run(run: Generation, replica: Any, max_attempts: int = 1) -> dict[int,
     """Run to the end; return the deltas by choice."""
     placement = Placement(Mode.AGGREGATED, "r", "r")
     found: dict[int, list[Delta]] = {choice: [] for choice in range(run.prepared.request.sampling.n)}
-    async for deltas in run.deltas(lambda *_: placement, lambda _: replica, max_attempts=max_attempts):
+    async for deltas in run.deltas(lambda *_: placement, lambda _: replica, options=LifeOptions(max_attempts)):
         for delta in deltas:
             found[delta.choice].append(delta)
     return found

@@ -28,6 +28,7 @@ SAMPLES = [
     errors.HandleExpiredError("released"),
     errors.IncompatiblePeerError("other dtype"),
     errors.PeerLostError("gone"),
+    errors.PeerGoneError("gone"),
     errors.EpdError("plain"),
 ]
 

@@ -39,7 +39,7 @@ def late(given_up, clock) -> LateInputs:
 
 async def test_an_input_reaches_a_leg_that_waits_for_it(late, given_up):
     with late.leg("leg", frozenset({0})) as leg:
-        waiting = asyncio.create_task(leg.handle(0))
+        waiting = asyncio.create_task(leg.take(0))
         await asyncio.sleep(0)
         assert late.provide("leg", 0, HANDLE)
         assert await waiting == HANDLE
@@ -51,7 +51,7 @@ async def test_an_input_may_come_before_its_leg(late, given_up):
     assert late.num_early == 1
     with late.leg("leg", frozenset({0})) as leg:
         assert late.num_early == 0
-        assert await leg.handle(0) == HANDLE
+        assert await leg.take(0) == HANDLE
     assert given_up == []
 
 
@@ -59,7 +59,7 @@ async def test_inputs_of_several_items_come_in_any_order(late):
     assert late.provide("leg", 1, OTHER)
     with late.leg("leg", frozenset({0, 1})) as leg:
         assert late.provide("leg", 0, HANDLE)
-        assert [await leg.handle(0), await leg.handle(1)] == [HANDLE, OTHER]
+        assert [await leg.take(0), await leg.take(1)] == [HANDLE, OTHER]
 
 
 async def test_what_a_leg_did_not_take_is_given_up_when_it_ends(late, given_up):
@@ -70,7 +70,7 @@ async def test_what_a_leg_did_not_take_is_given_up_when_it_ends(late, given_up):
 
 async def test_what_arrives_as_the_waiting_task_is_cancelled_is_given_up(late, given_up):
     with late.leg("leg", frozenset({0})) as leg:
-        waiting = asyncio.create_task(leg.handle(0))
+        waiting = asyncio.create_task(leg.take(0))
         await asyncio.sleep(0)
         assert late.provide("leg", 0, HANDLE)
         waiting.cancel()
@@ -108,7 +108,7 @@ async def test_a_second_handle_for_an_item_is_refused(late, is_early):
         if not is_early:
             assert late.provide("leg", 0, HANDLE)
         assert not late.provide("leg", 0, OTHER)
-        assert await leg.handle(0) == HANDLE
+        assert await leg.take(0) == HANDLE
 
 
 async def test_an_early_input_that_its_leg_does_not_await_is_given_up(late, given_up):

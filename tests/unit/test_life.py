@@ -22,7 +22,7 @@ from epd.errors import (
     RequestReturnedError,
     StageFailedError,
 )
-from epd.stages.life import generate
+from epd.stages.life import LifeOptions, generate
 from epd.testing import UNDECODABLE, FakeStageWorker, echo_tokens
 from epd.types import (
     MediaItem,
@@ -95,6 +95,9 @@ class Failing:
     async def provide(self, leg_id, index, handle) -> bool:
         return await self._worker.provide(leg_id, index, handle)
 
+    async def resume(self, leg_id, prefilled) -> bool:
+        return await self._worker.resume(leg_id, prefilled)
+
     async def release(self, handle_ids) -> None:
         await self._worker.release(handle_ids)
 
@@ -124,7 +127,11 @@ class Replicas:
     async def run(self, request: Request, payloads: Mapping[int, bytes], mode: Mode, **kwargs: Any):
         updates = []
         stream = generate(
-            request, payloads, lambda part, excluded: self.place(mode, part, excluded), self.clients.get, **kwargs
+            request,
+            payloads,
+            lambda part, excluded: self.place(mode, part, excluded),
+            self.clients.get,
+            LifeOptions(**kwargs),
         )
         async with contextlib.aclosing(stream):
             async for update in stream:
