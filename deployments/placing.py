@@ -33,6 +33,7 @@ from epd.routing import (
     priors_from_shapes,
     shapes_from_config,
 )
+from epd.routing.residency import Residency
 from epd.types import SLO, Mode, Placement, ReplicaLoad, Request, StageReport
 
 
@@ -52,6 +53,7 @@ class Placer:
         self._clock = clock
         self._dispatched: dict[str, Dispatch] = {}
         self._num_waiting = 0
+        self._residency = Residency()
 
     @contextmanager
     def taking_in(self, request_id: str) -> Iterator[Callable[[], None]]:
@@ -82,13 +84,15 @@ class Placer:
 
         Raises ``AdmissionRejectedError``, ``UnsupportedModeError`` or ``StageFailedError``.
         """
+        loads = self._anticipated_loads()
         decision = decide(
             request,
-            self._anticipated_loads(),
+            loads,
             mode=self._config.router.mode if mode is Mode.AUTO else mode,
             slo=slo,
             cost_model=self._corrected,
             excluded=excluded,
+            affinity=self._residency.affinity(request, {load.replica_id for load in loads}),
             pools=self._pools,
             max_num_batched_tokens=self._config.engine.max_num_batched_tokens,
         )
@@ -103,6 +107,7 @@ class Placer:
         self._dispatched.pop(request.request_id, None)
         if placement is None:
             return
+        self._residency.learn(request, placement)
         decode = next((load for load in self._view.loads if load.replica_id == placement.decode), None)
         num_running = max(1, decode.num_running) if decode is not None else 1
         num_context = max(decode.num_context_tokens if decode is not None else 0, request.num_prefill_tokens)

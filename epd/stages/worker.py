@@ -21,11 +21,9 @@ from epd.cache.embedding_cache import EmbeddingCache, HeldEmbeddings
 from epd.config import EngineConfig, MediaConfig, ModelConfig, TransferConfig
 from epd.engine.engine import PrefillDone
 from epd.engine.engine_thread import EngineThread, RequestStream
-from epd.engine.reservations import Reservation
 from epd.errors import (
     ConfigError,
     MediaError,
-    RequestReturnedError,
     StageFailedError,
     TransferError,
 )
@@ -34,11 +32,11 @@ from epd.stages.data_plane import DataPlane
 from epd.stages.encoding import EncodeService
 from epd.stages.late_inputs import LateInputs, Leg
 from epd.stages.push import Push, Pushes
-from epd.stages.reception import Reception
 from epd.stages.startup import LoadedEngine, load_encoder, load_engine, prepare, warm_up_encoder, warm_up_engine
 from epd.stages.stats import Counters, WorkerStats
+from epd.stages.takeover import Takeovers
 from epd.stages.tasks import all_or_first_error
-from epd.transfer.base import KVConnector, PeerClient
+from epd.transfer.base import PeerClient
 from epd.transfer.factory import Backend, build_connectors
 from epd.types import (
     AwaitedPrefill,
@@ -136,14 +134,15 @@ class StageWorker:
             device=engine.device,
         )
         self.data = DataPlane(connectors, peers, transfer.lease_s)
-        self._peers = peers
         self._late: LateInputs[EmbeddingHandle] = LateInputs(self.data.release_soon, keep_s=transfer.lease_s)
-        self._prefills: LateInputs[Prefilled] = LateInputs(self._give_up, keep_s=transfer.lease_s)
+        self._takeovers: Takeovers | None = None
         self._pushes: Pushes | None = None
         if self.engine_thread is not None and self.data.kv is not None:
             if transfer.kv_mode == "push" and not self.data.kv.supports_push:
                 raise ConfigError("args.transfer.kv_mode", f"{self.data.kv.backend} cannot push; use auto or pull")
-            self._pushes = Pushes(self.engine_thread, self.data.kv, transfer.lease_s)
+            engine_thread, connector = self.engine_thread, self.data.kv
+            self._pushes = Pushes(engine_thread, connector, transfer.lease_s)
+            self._takeovers = Takeovers(engine_thread, connector, self.data, peers, family, transfer, self._counters)
 
     # -- life of the replica -------------------------------------------------------------------------------------------
 
@@ -357,14 +356,15 @@ class StageWorker:
         if Stage.DECODE not in self.roles:
             raise self._lacks(Stage.DECODE)
         if isinstance(source, AwaitedPrefill):
-            async with contextlib.aclosing(self._decode_awaited(request, source)) as awaited:
-                async for chunks in awaited:
+            run = self._takeovers_here().awaited(request, source, partial(self._counted, ()))
+            async with contextlib.aclosing(run):
+                async for chunks in run:
                     yield chunks
             return
         if isinstance(source, Prompt):
             stages, run = (Stage.PREFILL, *self._fused_encode(payloads)), self._decode_prompt(request, source, payloads)
         else:
-            stages, run = (), self._decode_prefilled(request, source)
+            stages, run = (), self._takeovers_here().prefilled(request, source)
         async with contextlib.aclosing(self._counted(stages, run)) as counted:
             async for chunks in counted:
                 yield chunks
@@ -402,137 +402,13 @@ class StageWorker:
             async for chunks in stream:
                 yield chunks
 
-    async def _decode_prefilled(self, request: Request, prefilled: Prefilled) -> AsyncGenerator[tuple[TokenChunk, ...]]:
-        engine = self._running_engine()
-        if prefilled.kv is None:
-            return
-        async with (
-            engine.stream(request.request_id) as stream,
-            contextlib.aclosing(self._decode_from(request, prefilled, stream, None)) as run,
-        ):
-            async for chunks in run:
-                yield chunks
-
-    async def _decode_awaited(self, request: Request, source: AwaitedPrefill) -> AsyncGenerator[tuple[TokenChunk, ...]]:
-        """Make room while the prompt is being prefilled elsewhere; go on once it is done."""
-        engine, connector = self._running_engine(), self.data.kv
-        if connector is None:
-            raise self._lacks(Stage.DECODE)
-        reserve = partial(self._reserve, request, request.num_prefill_tokens)
-        reception = Reception(source, reserve, engine, connector, self.data, self._peers)
-        with self._prefills.leg(source.leg_id, frozenset({0})) as leg:
-            async with engine.stream(request.request_id) as stream, reception.open():
-                prefilled = await leg.take()
-                if prefilled.kv is None:
-                    return
-                run = self._counted((), self._decode_from(request, prefilled, stream, reception))
-                async with contextlib.aclosing(run):
-                    async for chunks in run:
-                        yield chunks
-
-    async def _decode_from(
-        self, request: Request, prefilled: Prefilled, stream: RequestStream, reception: Reception | None
-    ) -> AsyncGenerator[tuple[TokenChunk, ...]]:
-        report = await self._take_over(request, prefilled, reception)
-        async for chunks in stream:
-            yield (replace(chunks[0], report=report + (chunks[0].report or StageReport())), *chunks[1:])
-            report = StageReport()
-
-    async def _take_over(self, request: Request, prefilled: Prefilled, reception: Reception | None) -> StageReport:
-        """Get a prefilled request's blocks into this engine and let it run."""
-        engine, connector, kv = self._running_engine(), self.data.kv, prefilled.kv
-        assert kv is not None
-        if connector is None:
-            raise self._lacks(Stage.DECODE)
-        started_s = time.monotonic()
-        num_bytes = 0
-        reservation: Reservation | None = None
-        is_active = False
-        try:
-            if reception is not None and isinstance(kv, PushedKV):
-                await self._await_pushed(request, prefilled, reception)
-                reservation = await reception.reservation()
-                has_kv = True
-            elif isinstance(kv, KVHandle):
-                async with self.data.kept_alive(kv):
-                    if reception is None:
-                        reservation = await self._reserve(request, kv.num_tokens)
-                    else:
-                        reservation = await reception.reservation()
-                        await reception.landed(prefilled)
-                    has_kv, num_bytes = await self._fetch_blocks(kv, reservation, connector)
-            else:
-                raise StageFailedError("decode", "KV blocks were pushed to a leg that asked for none")
-            if not has_kv:
-                self._counters.transfer_failures["kv"] += 1
-                self._check_recomputable(request)
-            rotary = replace(self._family.rotary_positions(request), delta=kv.rotary_delta)
-            held = reservation
-            await engine.call(lambda running: running.activate(held, prefilled.first_tokens, rotary, has_kv=has_kv))
-            is_active = True
-        finally:
-            if reservation is not None and not is_active:
-                unused = reservation
-                engine.post(lambda running: running.cancel_reservation(unused))
-            if isinstance(kv, KVHandle):
-                self.data.release_soon(kv)
-        if num_bytes:
-            self._counters.transferred("kv", connector.backend, num_bytes)
-        transferred = {"kv": num_bytes} if isinstance(kv, KVHandle) else {}
-        return StageReport({"kv_transfer": time.monotonic() - started_s}, transferred)
-
-    async def _await_pushed(self, request: Request, prefilled: Prefilled, reception: Reception) -> None:
-        try:
-            if await reception.landed(prefilled):
-                return
-        except TransferError as error:
-            _LOG.warning("pushed KV blocks did not arrive: %s", error)
-        # They may arrive yet, so these blocks cannot be used now; another placement starts with fresh ones.
-        self._counters.transfer_failures["kv"] += 1
-        if self._transfer.on_failure == "fail":
-            raise StageFailedError("transfer", "pushed KV blocks did not arrive")
-        raise RequestReturnedError(request.request_id, "its KV blocks did not arrive")
-
-    async def _fetch_blocks(
-        self, handle: KVHandle, reservation: Reservation, connector: KVConnector
-    ) -> tuple[bool, int]:
-        """Fetch what the prefix cache lacks; return whether it is all here, and the bytes moved."""
-        if not reservation.missing_blocks:
-            return True, 0
-        try:
-            fetched = await connector.fetch(handle, reservation.missing_blocks, reservation.num_cached_blocks)
-        except TransferError:
-            if self._transfer.on_failure == "fail":
-                self._counters.transfer_failures["kv"] += 1
-                raise
-            return False, 0
-        return not fetched.failed, fetched.num_bytes
-
-    async def _reserve(self, request: Request, num_tokens: int) -> Reservation:
-        """Wait for blocks; the engine grants them in the order asked, and leaving the stream withdraws the wish."""
-        engine, loop = self._running_engine(), asyncio.get_running_loop()
-        granted: asyncio.Future[Reservation] = loop.create_future()
-
-        def grant(reservation: Reservation) -> None:
-            loop.call_soon_threadsafe(lambda: None if granted.done() else granted.set_result(reservation))
-
-        await engine.call(lambda running: running.reserve(request, num_tokens, grant))
-        return await granted
-
-    def _check_recomputable(self, request: Request) -> None:
-        """Decide what a failed transfer means: a text prompt is prefilled here, one with media goes back."""
-        if self._transfer.on_failure == "fail":
-            raise StageFailedError("transfer", "some KV blocks could not be fetched")
-        if request.items:
-            raise RequestReturnedError(request.request_id, "its KV blocks could not be fetched")
-
     async def provide(self, leg_id: str, index: int, handle: EmbeddingHandle) -> bool:
         """See ``StageClient``."""
         return self._late.provide(leg_id, index, handle)
 
     async def resume(self, leg_id: str, prefilled: Prefilled) -> bool:
         """See ``StageClient``."""
-        return self._prefills.provide(leg_id, 0, prefilled)
+        return self._takeovers_here().resume(leg_id, prefilled)
 
     def push_to(self, leg_id: str, target: KVTarget) -> bool:
         """See ``PeerClient``."""
@@ -542,11 +418,6 @@ class StageWorker:
         """See ``PeerClient``."""
         if self._pushes is not None:
             await self._pushes.stop(target_id)
-
-    def _give_up(self, prefilled: Prefilled) -> None:
-        """Release the blocks of a prefill that nobody decodes any more."""
-        if isinstance(prefilled.kv, KVHandle):
-            self.data.release_soon(prefilled.kv)
 
     # -- memory lent to others -----------------------------------------------------------------------------------------
 
@@ -634,6 +505,11 @@ class StageWorker:
         if self.engine_thread is None:
             raise self._lacks(Stage.PREFILL)
         return self.engine_thread
+
+    def _takeovers_here(self) -> Takeovers:
+        if self._takeovers is None:
+            raise self._lacks(Stage.DECODE)
+        return self._takeovers
 
     def _lacks(self, stage: Stage) -> StageFailedError:
         return StageFailedError(stage, f"replica {self.replica_id} does not have the role {stage.value}")
