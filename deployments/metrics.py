@@ -154,6 +154,7 @@ class _Families:
         self.blocks_free = gauge("epd_kv_blocks_free", "KV blocks that nothing references.", labels=base)
         self.handles = gauge("epd_handles_live", "Claims of others on memory here.", labels=(*base, "kind"))
         self.handle_bytes = gauge("epd_handles_live_bytes", "Bytes under those claims.", labels=(*base, "kind"))
+        self.handle_age = gauge("epd_handles_oldest_seconds", "Age of the oldest such claim.", labels=(*base, "kind"))
         self.bytes = counter("epd_transfer_bytes", "Bytes fetched from peers.", labels=(*base, "kind", "backend"))
         self.failures = counter("epd_transfer_failures", "Failed fetches.", labels=(*base, "kind"))
         self.prefix = counter("epd_prefix_cache_tokens", "Prompt tokens looked up.", labels=(*base, "result"))
@@ -173,6 +174,7 @@ class _Families:
             (self.running, stats.running_requests),
             (self.handles, stats.handles_live),
             (self.handle_bytes, stats.handles_live_bytes),
+            (self.handle_age, stats.handles_oldest_s),
             (self.failures, stats.transfer_failures),
             (self.prefix, stats.prefix_cache_tokens),
             (self.embeddings, stats.embedding_cache_items),

@@ -62,6 +62,7 @@ class WorkerStats:
     kv_blocks_free: int = 0
     handles_live: dict[str, int] = field(default_factory=dict)
     handles_live_bytes: dict[str, int] = field(default_factory=dict)
+    handles_oldest_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

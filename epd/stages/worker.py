@@ -482,6 +482,7 @@ class StageWorker:
             kv_blocks_free=load.num_free_blocks,
             handles_live={kind: connector.num_live for kind, connector in connectors.items()},
             handles_live_bytes={kind: connector.live_bytes for kind, connector in connectors.items()},
+            handles_oldest_s={kind: connector.oldest_lease_s for kind, connector in connectors.items()},
         )
 
     def _queues(self, load: ReplicaLoad) -> dict[str, int]:

@@ -21,6 +21,7 @@ LABELS = {
     "epd_kv_blocks_total": {"pool"},
     "epd_kv_blocks_free": {"pool"},
     "epd_handles_live": {"kind", "pool"},
+    "epd_handles_oldest_seconds": {"kind", "pool"},
     "epd_transfer_bytes_total": {"kind", "backend", "pool"},
     "epd_transfer_failures_total": {"kind", "pool"},
     "epd_prefix_cache_tokens_total": {"result", "pool"},
@@ -48,6 +49,7 @@ def test_every_documented_metric_is_there_with_its_labels_and_a_replica():
         running_requests={Stage.DECODE: 1},
         handles_live={"kv": 1},
         handles_live_bytes={"kv": 1},
+        handles_oldest_s={"kv": 2.5},
     )
     page = render([ingress.families()], [ReplicaSnapshot("all", "all#1", stats)]).decode()
     found: dict[str, set[str]] = {}
