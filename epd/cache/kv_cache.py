@@ -5,11 +5,13 @@ Owns the memory; knows nothing of which request holds which block (``epd.cache.b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from epd import __version__
+from epd.cache.huge_pages import allocate_host
 from epd.types import KVSpec
 
 _SEPARATOR = ", "
@@ -46,10 +48,14 @@ def allocate_kv_cache(
 ) -> KVCache:
     """Allocate zeroed blocks, and the scratch block. ``model_fingerprint`` enters ``layout`` with every dimension.
 
-    Every page is written here: left to the first transfer, page faults would stall it for hundreds of milliseconds.
+    On the CPU in huge pages, if the kernel has them.
     """
     shape = (num_blocks + 1, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
-    pages = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device).zero_()
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if torch.device(device).type == "cpu":
+        pages = allocate_host(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    else:
+        pages = torch.zeros(shape, dtype=dtype, device=device)
     layout = {
         "model": model_fingerprint,
         "dtype": spec.dtype,

@@ -37,9 +37,9 @@ BACKEND = "nixl"
 _LANDED = b"landed:"
 """What a notice starts with; the target's id follows."""
 _END_OF_HEAD = b"\n"
-_NO_RUNS: Runs = np.empty((0, 2), dtype=np.int64)
+_DOORBELL_BYTES = 8
 _FIRST_PAUSE_S = 0.0005
-_LAST_PAUSE_S = 0.01
+_LAST_PAUSE_S = 0.004
 
 
 class NixlKVConnector(KVOwner):
@@ -67,7 +67,8 @@ class NixlKVConnector(KVOwner):
 
     def introduction(self) -> bytes:
         head = {"owner": self.owner, "backend": self.backend, "layout": self._kv_cache.layout}
-        memory = _pack(self._endpoint, self._endpoint.hello, self._region, _NO_RUNS)
+        word, region, doorbell = self._endpoint.hello
+        memory = _pack(self._endpoint, word, region, np.array([doorbell]))
         return json.dumps(head).encode() + _END_OF_HEAD + memory
 
     async def meet(self, introduction: bytes) -> None:
@@ -82,7 +83,8 @@ class NixlKVConnector(KVOwner):
             ) from error
         self._check_peer(owner, backend, layout)
         if owner != self.owner:
-            await self._endpoint.meet(_unpack(owner, "introduction", memory, 0).memory)
+            offer = _unpack(owner, "introduction", memory, _DOORBELL_BYTES)
+            await self._endpoint.meet(offer.memory, Run(*offer.runs[0].tolist()))
 
     # -- pull ----------------------------------------------------------------------------------------------------------
 

@@ -180,7 +180,9 @@ class Agent:
 
 def _descriptors(addresses: Any, moves: Moves, device: int) -> Any:
     """Return what the library takes: uint64 ``[num_moves, 3]`` of address, number of bytes and device."""
-    return np.stack([addresses, moves[:, 2], np.full(len(moves), device)], axis=1).astype(np.uint64)
+    descriptors = np.empty((len(moves), 3), dtype=np.uint64)
+    descriptors[:, 0], descriptors[:, 1], descriptors[:, 2] = addresses, moves[:, 2], device
+    return descriptors
 
 
 def load() -> Any:

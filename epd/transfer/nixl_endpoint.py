@@ -49,7 +49,7 @@ import torch
 
 from epd.errors import HandleExpiredError, PeerLostError, TransferError
 from epd.transfer.finish import finish
-from epd.transfer.moves import Move, Moves, batches
+from epd.transfer.moves import Move, Moves, Run, batches
 from epd.transfer.nixl_agent import Agent, AgentError, Region, State, Transfer
 from epd.transfer.slab import SlabAllocator
 
@@ -70,6 +70,8 @@ _MAX_RECEIVE_PIECE_BYTES = 4 * 2**20
 _MAX_BATCH_BYTES = 16 * 2**20
 """How much one transfer moves: a cancellation, and other transfers, wait for that long."""
 _MAX_PEERS = 256
+_MEETING = b"meeting"
+"""A notice that is for nobody."""
 _SHUTTING_DOWN = "this replica is shutting down and transfers nothing any more"
 
 # How to wait: spin for what a small transfer takes, then sleep ever longer in the thread; a transfer that needs longer
@@ -136,10 +138,11 @@ class _Ended(Generic[T]):
 
 @dataclass(slots=True)
 class _Words:
-    """The registered int64 array: lease words, then scratch words that lease words of others are read into."""
+    """The registered int64 array: lease words, then scratch words that lease words of others are read into, then the
+    doorbell, which anyone may write to and nobody reads."""
 
     memory: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(_NUM_LEASE_WORDS + _NUM_SCRATCH_WORDS, dtype=torch.int64)
+        default_factory=lambda: torch.zeros(_NUM_LEASE_WORDS + _NUM_SCRATCH_WORDS + 1, dtype=torch.int64)
     )
     free_leases: list[int] = field(default_factory=lambda: list(range(_NUM_LEASE_WORDS)))
     free_scratch: list[int] = field(
@@ -148,6 +151,10 @@ class _Words:
 
     def address(self, slot: int) -> int:
         return self.memory.data_ptr() + slot * self.memory.itemsize
+
+    @property
+    def doorbell(self) -> Run:
+        return Run(self.address(len(self.memory) - 1), self.memory.itemsize)
 
 
 class NixlEndpoint:
@@ -194,9 +201,10 @@ class NixlEndpoint:
         return self._description
 
     @property
-    def hello(self) -> LeaseWord:
-        """A word that stands as long as the endpoint: for first contact without a claim."""
-        return self._hello
+    def hello(self) -> tuple[LeaseWord, Region, Run]:
+        """What first contact without a claim is made with: a word that stands as long as the endpoint, and a range of
+        the region that anyone may write to and nobody reads."""
+        return self._hello, self._word_region, self._words.doorbell
 
     def register(self, tensor: torch.Tensor) -> Region:
         """Register memory for the endpoint's life, before the first publish: peers learn of it at first contact."""
@@ -230,10 +238,12 @@ class NixlEndpoint:
 
     # -- reader's and writer's side ------------------------------------------------------------------------------------
 
-    async def meet(self, there: PeerMemory) -> None:
-        """Connect ahead of the first transfer. Raises ``PeerLostError``."""
-        if await finish(self._drive(self._read_word(there))) != there.nonce:
-            raise PeerLostError(f"replica {there.owner} cannot be reached: it has introduced itself, but is gone")
+    async def meet(self, there: PeerMemory, doorbell: Run) -> None:
+        """Connect ahead of the first transfer: read, write and give notice once, since each sets something up.
+
+        Raises ``PeerLostError``.
+        """
+        await finish(self._drive(self._meet(there, doorbell)))
 
     async def check_lease(self, there: PeerMemory) -> None:
         """Read the claim's word. Raises ``HandleExpiredError`` unless the claim stands, ``PeerLostError`` in time."""
@@ -359,6 +369,12 @@ class NixlEndpoint:
                 yield 0.0
         if notice and not len(moves):
             self._notify(there, notice)
+
+    def _meet(self, there: PeerMemory, doorbell: Run) -> Steps[None]:
+        if (yield from self._read_word(there)) != there.nonce:
+            raise PeerLostError(f"replica {there.owner} cannot be reached: it has introduced itself, but is gone")
+        move = Move(doorbell.address, self._words.doorbell.address, doorbell.num_bytes)
+        yield from self._transfer("WRITE", there, np.array([move]), self._word_region, there.memory, notice=_MEETING)
 
     def _read_word(self, there: PeerMemory) -> Steps[int]:
         with self._memory_lock:

@@ -1,6 +1,10 @@
-"""Caches: a wrong hit gives a user somebody else's image, a wrong count loses memory until nothing fits."""
+"""Caches: a wrong hit gives a user somebody else's image, a wrong count loses memory until nothing fits, and
+memory in small pages is slow to transfer."""
 
 from __future__ import annotations
+
+import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +13,10 @@ from hypothesis import strategies as st
 
 from epd.cache.block_pool import BlockPool
 from epd.cache.embedding_cache import EmbeddingCache, HeldEmbeddings
+from epd.cache.huge_pages import allocate_host
+from epd.cache.kv_cache import allocate_kv_cache
 from epd.cache.prefix_cache import PrefixCache, extend_block_keys
-from epd.types import Embedding, MediaItem, Modality, PlaceholderRange
+from epd.types import Embedding, KVSpec, MediaItem, Modality, PlaceholderRange
 
 
 def keys_of(tokens, items=(), block_size=4):
@@ -132,3 +138,39 @@ def test_the_embedding_cache_keeps_its_books(operations):
             cache.release(str(key))
         cache.check_integrity()
         assert all(name in cache for name in references)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 1000])
+def test_a_kv_cache_starts_as_zeros_and_outlives_its_maker(num_blocks):
+    cache = allocate_kv_cache(
+        KVSpec(2, 1, 64, "bfloat16", 2), block_size=16, num_blocks=num_blocks, model_fingerprint="m"
+    )
+    blocks = cache.blocks
+    assert blocks.shape == (num_blocks, 2, 2, 16, 1, 64)
+    assert cache.pages.shape[0] == num_blocks + 1
+    assert cache.pages.data_ptr() == blocks.data_ptr()
+    assert not cache.pages.any()
+    del cache
+    gc.collect()
+    blocks.fill_(3.0)
+    assert (blocks == 3.0).all()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+@pytest.mark.parametrize(("num_bytes", "is_advised"), [(64 << 20, True), (1 << 20, False)])
+def test_the_kernel_is_asked_for_huge_pages_under_a_large_pool(num_bytes, is_advised):
+    memory = allocate_host(num_bytes)
+    assert ("hg" in flags_of_mapping(memory.data_ptr())) == is_advised
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """Return the kernel's flags of the mapping that holds an address."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            start, end = (int(bound, 16) for bound in name.split("-"))
+            holds = start <= address < end
+        elif holds and name == "VmFlags:":
+            return rest.split()
+    raise AssertionError("no mapping holds the address")
