@@ -9,6 +9,7 @@ does not import ``nixl``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import struct
 import time
@@ -138,15 +139,18 @@ class NixlKVConnector(KVOwner):
         return KVTarget(target_id, self.owner, self.backend, self._kv_cache.layout, first_block, len(into), transport)
 
     async def landed(self, target_id: str) -> None:
-        # The library keeps notices until it is asked. It is asked in a thread, since it may be copying a batch, by one
-        # waiter at a time, and ever more rarely, so that waiting costs next to nothing.
+        # The library keeps notices until it is asked: by one waiter at a time, and ever more rarely, so that waiting
+        # costs next to nothing; in a thread if it is copying a batch, since then it makes one wait.
         deadline_s = time.monotonic() + self._landing_timeout_s
         pause_s = _FIRST_PAUSE_S
         while not self._targets.has_landed(target_id):
             if not self._is_collecting:
                 self._is_collecting = True
                 try:
-                    await self._endpoint.in_thread(self._collect_notices)
+                    if self._endpoint.is_busy:
+                        await asyncio.to_thread(self._collect_notices)
+                    else:
+                        self._collect_notices()
                 finally:
                     self._is_collecting = False
                 if self._targets.has_landed(target_id):
@@ -263,42 +267,35 @@ class _Offer:
     runs: Runs
 
 
-_LENGTHS = struct.Struct("<HII")  # of the header, the agent's description, and the list of runs
+# Magic, word, nonce, device; then the lengths of what follows: kind, agent, description, runs.
+_HEAD = struct.Struct("<4sQQiHHII")
+_MAGIC = b"epd1"
 
 
 def _pack(endpoint: NixlEndpoint, word: LeaseWord, region: Region, runs: Runs) -> bytes:
-    header = {
-        "agent": endpoint.name,
-        "word": word.address,
-        "nonce": word.nonce,
-        "kind": region.kind,
-        "device": region.device,
-    }
-    head, packed_runs = json.dumps(header).encode(), runs.astype("<i8").tobytes()
-    lengths = _LENGTHS.pack(len(head), len(endpoint.description), len(packed_runs))
-    return lengths + head + endpoint.description + packed_runs
+    parts = (region.kind.encode(), endpoint.name.encode(), endpoint.description, runs.astype("<i8").tobytes())
+    head = _HEAD.pack(_MAGIC, word.address, word.nonce, region.device, *(len(part) for part in parts))
+    return b"".join((head, *parts))
 
 
 def _unpack(owner: str, claim: str, transport: bytes, num_bytes: int) -> _Offer:
     """Read what ``owner`` packed for a claim of ``num_bytes``; raise ``IncompatiblePeerError`` if it cannot be that."""
     try:
-        head_bytes, description_bytes, runs_bytes = _LENGTHS.unpack_from(transport)
-        head_end = _LENGTHS.size + head_bytes
-        description_end = head_end + description_bytes
-        if len(transport) != description_end + runs_bytes:
+        magic, word_address, nonce, device, *lengths = _HEAD.unpack_from(transport)
+        kind_end, agent_end, description_end, end = itertools.accumulate([_HEAD.size + lengths[0], *lengths[1:]])
+        if magic != _MAGIC or len(transport) != end:
             raise ValueError("cut short, or something else")
-        header = json.loads(transport[_LENGTHS.size : head_end])
         memory = PeerMemory(
             owner=owner,
             claim=claim,
-            agent=header["agent"],
-            description=transport[head_end:description_end],
-            word_address=header["word"],
-            nonce=header["nonce"],
-            memory=(header["kind"], header["device"]),
+            agent=transport[kind_end:agent_end].decode(),
+            description=transport[agent_end:description_end],
+            word_address=word_address,
+            nonce=nonce,
+            memory=(transport[_HEAD.size : kind_end].decode(), device),
         )
         runs = np.frombuffer(transport[description_end:], dtype="<i8").reshape(-1, 2).astype(np.int64)
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError) as error:
         raise IncompatiblePeerError(
             f"replica {owner} describes its memory in a way that is not understood here: "
             "check that both replicas run the same version"

@@ -63,7 +63,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A posted read or write, and what the library said at that moment."""
+    """A read or write as ``post`` left it. One that has ended is over: its handle has been given back."""
 
     native: Any
     state: State
@@ -84,6 +84,11 @@ class Agent:
         self._registered: list[Any] = []
         with self._translated():
             self._agent = _create(nixl, name)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call would wait for another one."""
+        return self._lock.locked()
 
     def register(self, tensor: torch.Tensor) -> Region:
         """Register the tensor's memory, which must outlive the agent and never move."""
@@ -124,8 +129,8 @@ class Agent:
     ) -> Transfer:
         """Post one transfer; ``local`` and ``remote`` say (kind, device) of the two sides' memory.
 
-        ``notice``, unless empty, reaches the peer after the data. The transfer is active until ``poll`` says otherwise,
-        then ``release`` it.
+        ``notice``, unless empty, reaches the peer after the data. A transfer that is still active is so until ``poll``
+        says otherwise.
         """
         (local_kind, local_device), (remote_kind, remote_device) = local, remote
         agent = self._agent
@@ -138,7 +143,13 @@ class Agent:
                 peer,
                 notice,
             )
-            return Transfer(native, State(agent.transfer(native)))
+            state = State(agent.transfer(native))
+            return self._settled(native, state)
+
+    def poll(self, transfer: Transfer) -> Transfer:
+        """Return an active transfer as it is now."""
+        with self._translated():
+            return self._settled(transfer.native, State(self._agent.check_xfer_state(transfer.native)))
 
     def notify(self, peer: str, notice: bytes) -> None:
         """Send a notice alone. It follows the data of transfers that have ended; nothing tells whether it arrives."""
@@ -152,15 +163,6 @@ class Agent:
                 return []
             return [notice for notices in self._agent.get_new_notifs().values() for notice in notices]
 
-    def poll(self, transfer: Transfer) -> State:
-        with self._translated():
-            return State(self._agent.check_xfer_state(transfer.native))
-
-    def release(self, transfer: Transfer) -> None:
-        """Give a finished transfer's handle back."""
-        with self._translated():
-            self._agent.release_xfer_handle(transfer.native)
-
     def close(self) -> None:
         """Deregister everything and stop. Only when no transfer is active."""
         with self._translated():
@@ -168,6 +170,13 @@ class Agent:
                 self._agent.deregister_memory(registered)
             self._registered.clear()
             self._agent = None
+
+    def _settled(self, native: Any, state: State) -> Transfer:
+        """Give the handle of a transfer that has ended back. The caller has the lock."""
+        if state is not State.ACTIVE:
+            with contextlib.suppress(*self._errors):
+                self._agent.release_xfer_handle(native)
+        return Transfer(native, state)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

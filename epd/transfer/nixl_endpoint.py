@@ -24,9 +24,10 @@ two reasons. After its data it need not: whether the owner may reuse the target 
 How a transfer runs
 -------------------
 Its parts (word, data in batches, word) are one generator, which a thread runs as far as it gets: between processes of
-one host, where the data moves inside the call that posts it, a small transfer is one turn of one thread. It yields
-where it has to wait, and between batches, so that others get their turn and a cancellation its chance; the event loop
-waits for it.
+one host, where the data moves inside the call that posts it, a transfer is one turn of one thread. It yields where it
+has to wait, and between batches if others wait for a thread; the event loop waits for it. A cancellation takes effect
+between batches. What is so small that handing it to a thread would take longer than the transfer (each hand-over waits
+for the interpreter's lock, which the engine's thread is after too) starts on the event loop, where nothing ever waits.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
@@ -52,13 +52,9 @@ from epd.transfer.finish import finish
 from epd.transfer.moves import Move, Moves, Run, batches
 from epd.transfer.nixl_agent import Agent, AgentError, Region, State, Transfer
 from epd.transfer.slab import SlabAllocator
+from epd.transfer.steps import SHUTTING_DOWN, Steps, StepThreads, is_on_event_loop
 
-__all__ = ["LeaseWord", "NixlEndpoint", "PeerMemory", "Steps"]
-
-T = TypeVar("T")
-
-Steps: TypeAlias = Generator[float, None, T]
-"""Work for a thread that yields, where it has to wait, for how many seconds."""
+__all__ = ["LeaseWord", "NixlEndpoint", "PeerMemory"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,12 +63,13 @@ _NUM_SCRATCH_WORDS = 1024
 _NONCE_BITS = 62
 _RECEIVE_BYTES = 16 * 2**20
 _MAX_RECEIVE_PIECE_BYTES = 4 * 2**20
-_MAX_BATCH_BYTES = 16 * 2**20
+_MAX_BATCH_BYTES = 32 * 2**20
 """How much one transfer moves: a cancellation, and other transfers, wait for that long."""
+_MAX_INLINE_BYTES = 256 * 2**10
+"""What may move on the event loop: within 0.1 ms."""
 _MAX_PEERS = 256
 _MEETING = b"meeting"
 """A notice that is for nobody."""
-_SHUTTING_DOWN = "this replica is shutting down and transfers nothing any more"
 
 # How to wait: spin for what a small transfer takes, then sleep ever longer in the thread; a transfer that needs longer
 # than its slice is looked at from the event loop's timer, so that a peer that hangs keeps no thread.
@@ -122,18 +119,12 @@ class _Peer:
     """Its replica has restarted, under the same name and with another agent."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Posted:
-    """A posted transfer. Once ``state`` is final, its handle is released and nothing can write any more."""
+    """A posted transfer, until ``_advance`` finds that it has ended."""
 
     peer: _Peer
     transfer: Transfer
-    state: State = State.ACTIVE
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended(Generic[T]):
-    value: T
 
 
 @dataclass(slots=True)
@@ -184,7 +175,7 @@ class NixlEndpoint:
         self._stalled: list[tuple[_Posted, Callable[[], None]]] = []
         """Reads that nobody waits for any more but that may still write, with what to do once they cannot."""
         self._is_closed = False
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="epd-nixl")
+        self._threads = StepThreads(2, "epd-nixl")
         self._hello = self.lend_word()
 
     # -- owner's side --------------------------------------------------------------------------------------------------
@@ -228,9 +219,13 @@ class NixlEndpoint:
 
         return LeaseWord(self._words.address(slot), nonce, revoke)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call would wait for a transfer that is being made."""
+        return self._agent.is_busy
+
     def take_notices(self) -> list[bytes]:
-        """Return the notices that writers have sent since the last call. Waits for a batch under way: thread-safe,
-        but better called in a thread."""
+        """Return the notices that writers have sent since the last call. Thread-safe; waits for a batch under way."""
         try:
             return self._agent.take_notices()
         except AgentError as error:
@@ -243,11 +238,11 @@ class NixlEndpoint:
 
         Raises ``PeerLostError``.
         """
-        await finish(self._drive(self._meet(there, doorbell)))
+        await self._threads.run(self._meet(there, doorbell))
 
     async def check_lease(self, there: PeerMemory) -> None:
         """Read the claim's word. Raises ``HandleExpiredError`` unless the claim stands, ``PeerLostError`` in time."""
-        await finish(self._drive(self._check(there)))
+        await self._threads.run(self._check(there), is_inline=self._can_inline(there, 0))
 
     async def read_into(self, there: PeerMemory, moves: Moves, local: Region) -> None:
         """Read straight into registered memory of the caller's, and prove that the claim stood throughout.
@@ -260,7 +255,8 @@ class NixlEndpoint:
         Raises ``HandleExpiredError`` or ``PeerLostError``.
         """
         stop = threading.Event()
-        await finish(self._drive(self._read_checked(there, moves, local, stop)), on_cancel=stop.set)
+        is_inline = self._can_inline(there, int(moves[:, 2].sum()))
+        await self._threads.run(self._read_checked(there, moves, local, stop), is_inline=is_inline, on_cancel=stop.set)
 
     async def write_from(self, there: PeerMemory, moves: Moves, local: Region, notice: bytes = b"") -> None:
         """Write registered memory to the peer's; ``notice``, unless empty, reaches the peer after all of it.
@@ -270,7 +266,8 @@ class NixlEndpoint:
         Raises ``HandleExpiredError`` if the claim has ended already, or ``PeerLostError``.
         """
         stop = threading.Event()
-        await finish(self._drive(self._write(there, moves, local, notice, stop)), on_cancel=stop.set)
+        is_inline = self._can_inline(there, int(moves[:, 2].sum()))
+        await self._threads.run(self._write(there, moves, local, notice, stop), is_inline=is_inline, on_cancel=stop.set)
 
     async def read_bytes(self, there: PeerMemory, address: int, into: torch.Tensor) -> None:
         """Read a range into ordinary memory (uint8 ``[num_bytes]``), by way of the registered receive area.
@@ -282,13 +279,6 @@ class NixlEndpoint:
         Raises ``PeerLostError``, or ``TransferError`` when there is no room to receive.
         """
         await finish(self._read_pieces(there, address, into))
-
-    def in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        """Run ``work`` where transfers run. Raises ``TransferError`` once closed."""
-        try:
-            return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-        except RuntimeError as error:  # The executor was shut down.
-            raise TransferError(_SHUTTING_DOWN) from error
 
     def sweep(self) -> None:
         """Clear away stalled reads that have ended, for which nobody waits. Thread-safe."""
@@ -319,7 +309,7 @@ class NixlEndpoint:
         with self._peer_lock:
             if any(peer.num_active for peer in self._peers.values()):
                 return False
-        self._threads.shutdown(wait=False)
+        self._threads.close()
         self._agent.close()
         return True
 
@@ -329,14 +319,14 @@ class NixlEndpoint:
 
     # -- steps, run in a thread ----------------------------------------------------------------------------------------
 
-    async def _drive(self, steps: Steps[T]) -> T:
-        """Run steps to their end. Never cancelled: callers run this inside ``finish``."""
-        while True:
-            outcome = await self.in_thread(_resume, steps)
-            if isinstance(outcome, _Ended):
-                value: T = outcome.value
-                return value
-            await asyncio.sleep(outcome)
+    def _can_inline(self, there: PeerMemory, num_bytes: int) -> bool:
+        """Whether a transfer can start on the event loop: it is small, nothing has to be connected, and nobody else is
+        at the agent (someone may come between; then the loop waits for one batch)."""
+        return (
+            num_bytes <= _MAX_INLINE_BYTES
+            and there.agent in self._peers
+            and not (self._peer_lock.locked() or self._agent.is_busy)
+        )
 
     def _check(self, there: PeerMemory, ended: str = "was released or its lease ran out") -> Steps[None]:
         if (yield from self._read_word(there)) != there.nonce:
@@ -349,7 +339,7 @@ class NixlEndpoint:
 
     def _read_batches(self, there: PeerMemory, moves: Moves, local: Region, stop: threading.Event) -> Steps[None]:
         for index, batch in enumerate(batches(moves, _MAX_BATCH_BYTES)):
-            if index > 0:
+            if index > 0 and self._threads.has_queue:
                 yield 0.0
             if stop.is_set():
                 return
@@ -365,7 +355,7 @@ class NixlEndpoint:
                 return
             num_left -= int(batch[:, 2].sum())
             yield from self._transfer("WRITE", there, batch, local, there.memory, notice=b"" if num_left else notice)
-            if num_left:
+            if num_left and self._threads.has_queue:
                 yield 0.0
         if notice and not len(moves):
             self._notify(there, notice)
@@ -417,17 +407,23 @@ class NixlEndpoint:
         except BaseException:
             reclaim()
             raise
-        budget_s, pause_s = _SLICE_S, _FIRST_PAUSE_S
+        pause_s = _FIRST_PAUSE_S
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._advance(posted, budget_s) is State.ACTIVE:
+        is_inline = is_on_event_loop()
+        state = self._advance(posted, 0.0 if is_inline else _SLICE_S)
+        if is_inline and state is State.ACTIVE:
+            yield 0.0  # To a thread.
+            state = self._advance(posted, _SLICE_S)
+        while state is State.ACTIVE:
             if deadline_s is not None and time.monotonic() > deadline_s:
                 with self._peer_lock:
                     posted.peer.num_stalled += 1
                     self._stalled.append((posted, reclaim))
                 raise PeerLostError(f"replica {there.owner} cannot be reached: no answer within {timeout_s} s")
             yield pause_s
-            budget_s, pause_s = 0.0, min(2 * pause_s, _LAST_PAUSE_S)
-        if posted.state is State.FAILED:
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            state = self._advance(posted, 0.0)
+        if state is State.FAILED:
             reclaim()
             raise PeerLostError(f"replica {there.owner} cannot be reached: the connection broke")
 
@@ -435,7 +431,7 @@ class NixlEndpoint:
         for start in range(0, into.nbytes, _MAX_RECEIVE_PIECE_BYTES):
             piece = into[start : start + _MAX_RECEIVE_PIECE_BYTES]
             offset = await self._take_room(piece.nbytes)
-            await self._drive(self._read_piece(there, address + start, piece, offset))
+            await self._threads.run(self._read_piece(there, address + start, piece, offset))
 
     def _read_piece(self, there: PeerMemory, address: int, into: torch.Tensor, offset: int) -> Steps[None]:
         move = Move(address, self._receive_region.address + offset, into.nbytes)
@@ -507,13 +503,16 @@ class NixlEndpoint:
             self._leave(peer, is_lost=is_lost)
 
     def _advance(self, posted: _Posted, budget_s: float) -> State:
-        """Wait for a transfer for at most ``budget_s``; once it has ended, let go of it."""
+        """Wait for a transfer for at most ``budget_s``; once it has ended, and nothing writes any more, let go of it.
+
+        Not to be called again then.
+        """
         started_s = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
         state = posted.transfer.state
         while state is State.ACTIVE:
             try:
-                state = self._agent.poll(posted.transfer)
+                state = self._agent.poll(posted.transfer).state
             except AgentError:
                 state = State.FAILED
             elapsed_s = time.monotonic() - started_s
@@ -523,17 +522,14 @@ class NixlEndpoint:
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
         if state is not State.ACTIVE:
-            with contextlib.suppress(AgentError):
-                self._agent.release(posted.transfer)
             self._leave(posted.peer, is_lost=state is State.FAILED)
-            posted.state = state
         return state
 
     def _contact(self, there: PeerMemory) -> _Peer:
         """Return the connected peer, counted as active. Raises ``PeerLostError``."""
         with self._peer_lock:
             if self._is_closed:
-                raise TransferError(_SHUTTING_DOWN)
+                raise TransferError(SHUTTING_DOWN)
             peer = self._peers.pop(there.agent, None)
             if peer is None:
                 self._supersede(there.owner)
@@ -574,10 +570,3 @@ class NixlEndpoint:
         self._peers.pop(peer.name, None)
         with contextlib.suppress(AgentError):
             self._agent.remove_peer(peer.name)
-
-
-def _resume(steps: Steps[T]) -> float | _Ended[T]:
-    try:
-        return next(steps)
-    except StopIteration as end:
-        return _Ended(end.value)

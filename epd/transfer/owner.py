@@ -135,8 +135,8 @@ class KVOwner:
         _check_peer((owner, backend, layout), (self.owner, self.backend, self._kv_cache.layout), *what)
 
     def _check_blocks(self, block_ids: Sequence[int]) -> None:
-        outside = [block_id for block_id in block_ids if not 0 <= block_id < self._kv_cache.num_blocks]
-        if outside:
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._kv_cache.num_blocks:
+            outside = [block_id for block_id in block_ids if not 0 <= block_id < self._kv_cache.num_blocks]
             raise ValueError(f"blocks {outside[:4]} are outside the cache of {self._kv_cache.num_blocks} blocks")
 
     def _write(self, into: Sequence[int], values: torch.Tensor) -> None:

@@ -189,7 +189,7 @@ async def measure_messages(peer: Peer, connector: NixlKVConnector, repeats: int)
     handle: KVHandle = peer.ask("lend", few)
     opened: KVTarget = peer.ask("accept", few)
     ways: dict[str, Callable[[], Awaitable[object] | None]] = {
-        "one word of the other process's memory": lambda: connector.meet(peer.introduction),
+        "meeting again: read a word, write one, give notice": lambda: connector.meet(peer.introduction),
         f"pull of {len(few)} blocks": lambda: connector.fetch(handle, few),
         f"push of {len(few)} blocks": lambda: connector.push(opened, few, 0, is_last=False),
     }

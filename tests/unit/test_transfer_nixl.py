@@ -27,8 +27,9 @@ from epd.transfer.factory import resolve_backend
 from epd.transfer.moves import Moves
 from epd.transfer.nixl import NixlEmbeddingConnector, NixlKVConnector
 from epd.transfer.nixl_agent import Region
-from epd.transfer.nixl_endpoint import _NUM_LEASE_WORDS, NixlEndpoint, PeerMemory, Steps
+from epd.transfer.nixl_endpoint import _NUM_LEASE_WORDS, NixlEndpoint, PeerMemory
 from epd.transfer.slab import EmbeddingSlab
+from epd.transfer.steps import Steps
 from epd.types import EmbeddingHandle, KVHandle, KVSpec
 
 
