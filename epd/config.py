@@ -20,6 +20,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 CPU_BLOCK_SIZE = 16
 CUDA_BLOCK_SIZE = 256
 """FlashAttention 2, which torch ships, reads KV pages of a multiple of this many tokens."""
+CPU_ENCODE_PATCHES = 1024
+CUDA_ENCODE_PATCHES = 16384
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -63,7 +65,7 @@ class EngineConfig(_Section):
     compile: Literal["auto"] | bool = "auto"
     compile_cache_dir: str | None = None
     embedding_cache_bytes: PositiveInt = 64 * 2**20
-    max_encode_batch_patches: PositiveInt = 16384
+    max_encode_batch_patches: PositiveInt | None = None
     num_preprocess_threads: PositiveInt = 2
 
     @property
@@ -74,6 +76,15 @@ class EngineConfig(_Section):
     def kv_block_size(self) -> int:
         """Tokens in a KV block: as configured, or the device's default."""
         return self.block_size or (CUDA_BLOCK_SIZE if self.is_cuda else CPU_BLOCK_SIZE)
+
+    @property
+    def encode_batch_patches(self) -> int:
+        """Patches in one pass of the vision tower: as configured, or the device's default.
+
+        An image is enough to keep a CPU busy. Several at once take as long as one after the other, and the first would
+        be there only with the last.
+        """
+        return self.max_encode_batch_patches or (CUDA_ENCODE_PATCHES if self.is_cuda else CPU_ENCODE_PATCHES)
 
     @field_validator("device")
     @classmethod

@@ -103,7 +103,7 @@ class StageWorker:
                 load_encoder(replica_id, family, model.dtype, engine),
                 self._embeddings,
                 lambda item, payload: _decode_media(item, payload, media),
-                max_batch_patches=engine.max_encode_batch_patches,
+                max_batch_patches=engine.encode_batch_patches,
                 num_preprocess_threads=engine.num_preprocess_threads,
                 num_threads=engine.num_threads,
                 decode_timeout_s=media.decode_timeout_s,

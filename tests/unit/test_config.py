@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd.config import formable_modes, parse_config
+from epd.config import EngineConfig, formable_modes, parse_config
 from epd.errors import ConfigError
 from epd.types import Mode, Stage
 
@@ -111,3 +111,9 @@ def test_any_block_size_goes_on_cuda_in_float32_and_a_multiple_of_256_in_half_pr
     assert parse_config(small).engine_of("decode").kv_block_size == 16
     large = {"pools": POOLS, "model": {"dtype": "float16"}, "engine": {"device": "cuda", "block_size": 512}}
     assert parse_config(large).engine_of("decode").kv_block_size == 512
+
+
+def test_a_cpu_encodes_an_image_at_a_time_and_a_gpu_many():
+    assert EngineConfig().encode_batch_patches == 1024
+    assert EngineConfig(device="cuda").encode_batch_patches == 16384
+    assert EngineConfig(max_encode_batch_patches=77).encode_batch_patches == 77
