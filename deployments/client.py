@@ -24,9 +24,11 @@ from uuid import uuid4
 
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
 
-from deployments.failures import GONE, translated
+from deployments.failures import translated
 from deployments.messages import ChannelMessage, Payloads, ReplicaAddress, Reply, StreamItem
 from deployments.token_channel import ChannelLostError, Lane, TokenChannel
 from epd.errors import EpdError, PeerGoneError, PeerLostError, StageFailedError
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 INLINE_BYTES = 1 << 20
 CONTROL_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
+PROCESS_END_S = 10.0
+"""Ray counts an actor as dead once it has been told to end; within this long its process is killed, even if frozen."""
 
 T = TypeVar("T")
 
@@ -280,9 +284,15 @@ class RayPeerClient:
                 return bool(await self._replica(replica_id).call("push_to", leg_id, target))
 
     async def stop_push(self, replica_id: str, target_id: str) -> None:
-        with translated(_peer_lost(replica_id)):
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                await self._replica(replica_id).call("stop_push", target_id)
+        try:
+            with translated(_peer_lost(replica_id)):
+                async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                    await self._replica(replica_id).call("stop_push", target_id)
+        except PeerLostError as error:
+            if not await asyncio.to_thread(_has_ended, ReplicaAddress.parse(replica_id), self._app_name):
+                raise
+            await asyncio.sleep(PROCESS_END_S)
+            raise PeerGoneError(f"replica {replica_id} has ended") from error
 
     def _replica(self, owner: str) -> ReplicaHandle:
         if owner not in self._replicas:
@@ -294,11 +304,18 @@ class RayPeerClient:
 
 
 def _peer_lost(owner: str) -> Callable[[str], EpdError]:
-    def lost(reason: str) -> EpdError:
-        kind = PeerGoneError if reason == GONE else PeerLostError
-        return kind(f"replica {owner}: {reason}")
+    return lambda reason: PeerLostError(f"replica {owner}: {reason}")
 
-    return lost
+
+def _has_ended(address: ReplicaAddress, app_name: str) -> bool:
+    """Whether Ray knows a replica's process to have ended. That Serve no longer routes to it is no proof: it may be
+    draining, or frozen. Blocks."""
+    replica_id = ReplicaID(address.unique_id, DeploymentID(address.pool, app_name))
+    try:
+        ray.get_actor(replica_id.to_full_id_str(), namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return True
+    return False
 
 
 def detach(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -22,7 +22,10 @@ AskPool = Callable[[str], Awaitable[Sequence[ReplicaLoad]]]
 
 
 class ClusterView:
-    """What is known of the replicas of the configured pools. All methods belong to one event loop."""
+    """What is known of the replicas of the configured pools. All methods belong to one event loop.
+
+    ``on_poll`` gets all loads after each poll.
+    """
 
     def __init__(
         self,
@@ -30,11 +33,13 @@ class ClusterView:
         ask_pool: AskPool,
         *,
         poll_interval_s: float,
+        on_poll: Callable[[Sequence[ReplicaLoad]], None] = lambda loads: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools = tuple(pools)
         self._ask_pool = ask_pool
         self._poll_interval_s = poll_interval_s
+        self._on_poll = on_poll
         self._clock = clock
         self._loads: dict[str, ReplicaLoad] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -91,4 +96,5 @@ class ClusterView:
     async def _poll(self) -> None:
         while True:
             await self.refresh()
+            self._on_poll(self.loads)
             await asyncio.sleep(self._poll_interval_s)

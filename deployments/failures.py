@@ -14,9 +14,6 @@ from ray.serve.exceptions import ReplicaUnavailableError as ReplicaGoneError
 from epd.errors import EpdError
 
 _GONE = (RayActorError, ObjectLostError, RaySystemError, TaskCancelledError, RequestCancelledError)
-GONE = "it is gone"
-"""Why a call to a replica failed that has ended, as far as Serve knows: it does not come back."""
-
 _UNAVAILABLE_STATUS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -42,7 +39,7 @@ def translated(lost: Callable[[str], EpdError]) -> Iterator[None]:
     except BackPressureError as error:
         raise lost("it is at its limit of concurrent calls") from error
     except (ReplicaGoneError, DeploymentUnavailableError) as error:
-        raise lost(GONE) from error
+        raise lost("it is gone") from error
     except _GONE as error:
         raise lost("it died or cannot be reached") from error
     except grpc.aio.AioRpcError as error:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,6 +26,7 @@ from deployments.client import PayloadStore, RayStageClient, ReplicaHandle
 from deployments.cluster_view import ClusterView
 from deployments.environment import hides_connections
 from deployments.errors import HttpError
+from deployments.introductions import Introductions
 from deployments.messages import INGRESS, ReplicaAddress
 from deployments.metrics import IngressMetrics, ReplicaSnapshot, render
 from deployments.placing import Placer, build_cost_model
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 1.0
 POLL_TIMEOUT_S = 5.0
+MEETING_TIMEOUT_S = 20.0
 
 
 def _http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -75,7 +78,13 @@ class Ingress:
         self._pools = dict(pools)
         self._replicas: dict[str, ReplicaHandle] = {}
         self._metrics = IngressMetrics(f"{INGRESS}#{context.replica_id.unique_id}")
-        self._view = ClusterView(list(self._pools), self._ask_pool, poll_interval_s=config.ingress.load_poll_interval_s)
+        self._introductions = Introductions(partial(self._ask_replica, timeout_s=MEETING_TIMEOUT_S))
+        self._view = ClusterView(
+            list(self._pools),
+            self._ask_pool,
+            poll_interval_s=config.ingress.load_poll_interval_s,
+            on_poll=self._introductions.notice,
+        )
         self._fetcher = Fetcher(config.media)
         self._service = self._build_service(config)
 
@@ -121,7 +130,7 @@ class Ingress:
         loads = self._view.loads
         ingresses, *all_stats = await asyncio.gather(
             _ask_all(own, "local_metrics", METRICS_TIMEOUT_S),
-            *(self._ask_replica(load.replica_id, "stats", METRICS_TIMEOUT_S) for load in loads),
+            *(self._ask_replica(load.replica_id, "stats", timeout_s=METRICS_TIMEOUT_S) for load in loads),
             return_exceptions=True,
         )
         replicas = [
@@ -145,6 +154,7 @@ class Ingress:
 
     async def __del__(self) -> None:
         await self._view.close()
+        await self._introductions.close()
         await self._fetcher.aclose()
 
     # -- the way to the replicas ---------------------------------------------------------------------------------------
@@ -178,13 +188,13 @@ class Ingress:
             return await _ask_all(self._pools[pool], "load", POLL_TIMEOUT_S, raises_timeout=True)
         except TimeoutError:
             known = [load.replica_id for load in self._view.loads if load.pool == pool]
-            asking = (self._ask_replica(replica_id, "load", POLL_TIMEOUT_S) for replica_id in known)
+            asking = (self._ask_replica(replica_id, "load", timeout_s=POLL_TIMEOUT_S) for replica_id in known)
             answers = await asyncio.gather(*asking, return_exceptions=True)
             return [answer for answer in answers if isinstance(answer, ReplicaLoad)]
 
-    async def _ask_replica(self, replica_id: str, method: str, timeout_s: float) -> Any:
+    async def _ask_replica(self, replica_id: str, method: str, *args: Any, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
-            return await self._replica(replica_id).call(method)
+            return await self._replica(replica_id).call(method, *args)
 
 
 async def _ask_all(

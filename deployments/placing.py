@@ -24,6 +24,7 @@ from epd.routing import (
     CostStage,
     Dispatch,
     ProfileKey,
+    Residency,
     admit,
     anticipate,
     correct,
@@ -33,7 +34,6 @@ from epd.routing import (
     priors_from_shapes,
     shapes_from_config,
 )
-from epd.routing.residency import Residency
 from epd.types import SLO, Mode, Placement, ReplicaLoad, Request, StageReport
 
 
@@ -92,7 +92,7 @@ class Placer:
             slo=slo,
             cost_model=self._corrected,
             excluded=excluded,
-            affinity=self._residency.affinity(request, {load.replica_id for load in loads}),
+            affinity=self._residency.affinity(request, loads),
             pools=self._pools,
             max_num_batched_tokens=self._config.engine.max_num_batched_tokens,
         )

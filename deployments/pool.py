@@ -57,6 +57,10 @@ class Worker(StageClient, Protocol):
 
     def read(self, handle_id: str, first: int, count: int) -> torch.Tensor: ...
 
+    def introduction(self) -> bytes: ...
+
+    async def meet(self, introduction: bytes) -> None: ...
+
     def push_to(self, leg_id: str, target: KVTarget) -> bool: ...
 
     async def stop_push(self, target_id: str) -> None: ...
@@ -143,6 +147,12 @@ class StagePool:
 
     async def renew(self, handle_ids: Sequence[str]) -> None:
         await self._worker.renew(handle_ids)
+
+    async def introduction(self) -> bytes:
+        return self._worker.introduction()
+
+    async def meet(self, introduction: bytes) -> None:
+        await self._worker.meet(introduction)
 
     async def push_to(self, leg_id: str, target: KVTarget) -> bool:
         return self._worker.push_to(leg_id, target)

@@ -150,6 +150,12 @@ class FakeStageWorker:
     async def resume(self, leg_id: str, prefilled: Prefilled) -> bool:
         return self._prefills.provide(leg_id, 0, prefilled)
 
+    def introduction(self) -> bytes:
+        return b""
+
+    async def meet(self, introduction: bytes) -> None:
+        pass
+
     def push_to(self, leg_id: str, target: KVTarget) -> bool:
         return False
 

@@ -9,6 +9,7 @@ from epd.routing.cost_model import CostModel, CostStage, ProfileKey
 from epd.routing.policy import Decision, Dispatch, anticipate, decide, place
 from epd.routing.predict import Affinity, Prediction
 from epd.routing.priors import guess_device, priors_from_shapes, shapes_from_config
+from epd.routing.residency import Residency
 
 __all__ = [
     "AdmissionLimits",
@@ -20,6 +21,7 @@ __all__ = [
     "Dispatch",
     "Prediction",
     "ProfileKey",
+    "Residency",
     "admit",
     "anticipate",
     "correct",

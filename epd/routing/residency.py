@@ -7,10 +7,10 @@ again. Bounded, least recently used out first. Pure bookkeeping: no clock, no I/
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from epd.routing.predict import Affinity
-from epd.types import Placement, Request
+from epd.types import Placement, ReplicaLoad, Request
 
 __all__ = ["Residency"]
 
@@ -29,7 +29,8 @@ class Residency:
 
     def learn(self, request: Request, placement: Placement) -> None:
         """Note where a request that ran to its end has left embeddings: with who encoded, and with who prefilled."""
-        for item, encoder in zip(request.items, placement.encode, strict=False):
+        encoders = placement.encode or (placement.prefill,) * len(request.items)
+        for item, encoder in zip(request.items, encoders, strict=True):
             holders = self._holders.setdefault(item.mm_hash, OrderedDict())
             self._holders.move_to_end(item.mm_hash)
             for replica_id in dict.fromkeys((encoder, placement.prefill)):
@@ -40,16 +41,18 @@ class Residency:
         while len(self._holders) > self._max_items:
             self._holders.popitem(last=False)
 
-    def affinity(self, request: Request, live: Collection[str]) -> Affinity:
+    def affinity(self, request: Request, loads: Iterable[ReplicaLoad]) -> Affinity:
         """Return what is known of a request's media at live replicas; others are forgotten."""
+        known = {
+            mm_hash: self._holders[mm_hash] for item in request.items if (mm_hash := item.mm_hash) in self._holders
+        }
+        if not known:
+            return Affinity()
+        live = {load.replica_id for load in loads}
         held: defaultdict[str, set[str]] = defaultdict(set)
-        for item in request.items:
-            holders = self._holders.get(item.mm_hash)
-            if holders is None:
-                continue
-            for replica_id in list(holders):
-                if replica_id in live:
-                    held[replica_id].add(item.mm_hash)
-                else:
-                    del holders[replica_id]
+        for mm_hash, holders in known.items():
+            for replica_id in [replica_id for replica_id in holders if replica_id not in live]:
+                del holders[replica_id]
+            for replica_id in holders:
+                held[replica_id].add(mm_hash)
         return Affinity({replica_id: frozenset(hashes) for replica_id, hashes in held.items()})

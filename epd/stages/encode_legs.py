@@ -29,10 +29,10 @@ Deliver = Callable[[int, EmbeddingHandle], Awaitable[bool]]
 """Hand a handle to the leg that needs it; return whether that leg will release it."""
 
 
-class EncodeFailed(Exception):  # noqa: N818 - internal: unwrapped before it leaves
-    """An item that nobody could encode; ``num_failures`` counts the replicas that failed this request."""
+class LegFailed(Exception):  # noqa: N818 - internal: says which replica failed, and is unwrapped before it leaves
+    """A call to a replica failed; ``num_failures`` counts the replicas that failed this request by then."""
 
-    def __init__(self, replica_id: str, error: EpdError, num_failures: int) -> None:
+    def __init__(self, replica_id: str, error: EpdError, num_failures: int = 1) -> None:
         super().__init__(replica_id, error, num_failures)
         self.replica_id = replica_id
         self.error = error
@@ -85,7 +85,7 @@ class EncodeLegs:
         return [handle for index, handle in self._published.items() if index not in taken]
 
     async def run(self, deliver: Deliver | None = None) -> None:
-        """Encode every item. The first that nobody can encode cancels the others. Raises ``EncodeFailed``."""
+        """Encode every item. The first that nobody can encode cancels the others. Raises ``LegFailed``."""
         items = [item for item in self._request.items if item.index in self._assigned]
         await all_or_first_error([self._encode(item, deliver) for item in items])
 
@@ -103,7 +103,7 @@ class EncodeLegs:
             except (StageFailedError, TransferError) as error:
                 self._assigned[item.index] = self._replacement(item, replica_id, error)
             except EpdError as error:  # the request's own fault, or a refusal: elsewhere it would be the same
-                raise EncodeFailed(replica_id, error, 1) from error
+                raise LegFailed(replica_id, error) from error
             else:
                 self.report = self.report + encoded.report
                 self._published[item.index] = encoded.handles[0]
@@ -112,7 +112,7 @@ class EncodeLegs:
     def _replacement(self, item: MediaItem, replica_id: str, error: EpdError) -> str:
         """Return who encodes an item instead of a replica that failed."""
         self._failed.add(replica_id)
-        failure = EncodeFailed(replica_id, error, len(self._failed))
+        failure = LegFailed(replica_id, error, len(self._failed))
         if len(self._failed) >= self._max_attempts:
             raise failure from error
         try:
@@ -138,5 +138,5 @@ class EncodeLegs:
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def beside(self, leg: Awaitable[T]) -> T:
-        """Await the other leg; an item that cannot be encoded ends it. Raises ``EncodeFailed``."""
+        """Await the other leg; an item that cannot be encoded ends it. Raises ``LegFailed``."""
         return await leg if self._running is None else await unless_fails(leg, self._running)

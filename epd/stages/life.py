@@ -28,7 +28,7 @@ from epd.errors import (
     StageFailedError,
     TransferError,
 )
-from epd.stages.encode_legs import EncodeFailed, EncodeLegs, Reassign
+from epd.stages.encode_legs import EncodeLegs, LegFailed, Reassign
 from epd.stages.tasks import unless_fails
 from epd.types import (
     AwaitedPrefill,
@@ -60,14 +60,6 @@ class Update:
     num_attempts: int = 1
 
 
-class _LegFailed(Exception):  # noqa: N818 - internal: says which replica failed, and is unwrapped before it leaves
-    def __init__(self, replica_id: str, error: EpdError, num_failures: int = 1) -> None:
-        super().__init__(replica_id, error, num_failures)
-        self.replica_id = replica_id
-        self.error = error
-        self.num_failures = num_failures
-
-
 @dataclass(frozen=True, slots=True)
 class LifeOptions:
     """``overlap`` starts prefill while embeddings are still being made elsewhere; ``push`` starts decode, too, so that
@@ -89,7 +81,7 @@ async def run_stages(
     """Yield the output tokens of one placed request, and where they were made: other encoders may have stepped in.
 
     Adjacent stages on the same replica are one call to it. Whatever the stages hold for one another is released on
-    every way out. Raises ``_LegFailed``.
+    every way out. Raises ``LegFailed``.
     """
     apart = {item.index: placement.encode[item.index] for item in request.items if _is_apart(placement, item.index)}
     local = {index: payload for index, payload in payloads.items() if index not in apart}
@@ -229,15 +221,12 @@ async def _embeddings(
             return await client_of(placement.prefill).provide(leg_id, index, handle)
         return False
 
-    try:
-        if options.overlap and encoding.items:
-            async with encoding.running(deliver):
-                yield Prompt(tuple(encoding.handles), encoding.items, leg_id)
-        else:
-            await encoding.run()
-            yield Prompt(tuple(encoding.handles), leg_id=leg_id)
-    except EncodeFailed as failure:
-        raise _LegFailed(failure.replica_id, failure.error, failure.num_failures) from failure.error
+    if options.overlap and encoding.items:
+        async with encoding.running(deliver):
+            yield Prompt(tuple(encoding.handles), encoding.items, leg_id)
+    else:
+        await encoding.run()
+        yield Prompt(tuple(encoding.handles), leg_id=leg_id)
 
 
 def _with_report(chunks: tuple[TokenChunk, ...], report: StageReport) -> tuple[TokenChunk, ...]:
@@ -255,7 +244,7 @@ def _blame(replica_id: str) -> Iterator[None]:
     try:
         yield
     except EpdError as error:
-        raise _LegFailed(replica_id, error) from error
+        raise LegFailed(replica_id, error) from error
 
 
 async def _release(claims: list[Handle], client_of: ClientOf) -> None:
@@ -329,7 +318,7 @@ async def generate(
                 async for chunks, as_run in stages:
                     progress.record(chunks)
                     yield Update(chunks, as_run, num_placements)
-        except _LegFailed as failure:
+        except LegFailed as failure:
             if isinstance(failure.error, RequestReturnedError):
                 continue
             if not isinstance(failure.error, StageFailedError | TransferError):
@@ -403,7 +392,7 @@ class _Alarm:
         raise DeadlineExceededError("the request's deadline passed before it finished")
 
 
-def _as_stage_failure(failure: _LegFailed) -> EpdError:
+def _as_stage_failure(failure: LegFailed) -> EpdError:
     if isinstance(failure.error, StageFailedError):
         return failure.error
     return StageFailedError("transfer", failure.error.message)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 
@@ -24,7 +23,6 @@ from epd.types import KVTarget
 
 __all__ = ["Push", "Pushes"]
 
-_LOG = logging.getLogger(__name__)
 _MAX_STOPPED = 4096
 
 
@@ -142,18 +140,13 @@ class Push:
         return await pushes.write(target, stream)
 
     async def finished(self, done: PrefillDone) -> KVTarget | None:
-        """Return where all of a finished prefill's blocks are, or ``None`` if they are here only."""
+        """Return where all of a finished prefill's blocks are, or ``None`` if they are here only, because nobody asked
+        for them in time. Raises ``TransferError`` if they could not be written."""
         writing = self._writing
         if writing is None or not self._has_target or done.hold_id is None:
             return None
         await asyncio.wait([writing])
-        if writing.cancelled():
-            return None
-        try:
-            return writing.result()
-        except TransferError as error:
-            _LOG.warning("KV blocks could not be pushed, and will be fetched instead: %s", error)
-            return None
+        return None if writing.cancelled() else writing.result()
 
     async def end(self) -> None:
         if self._writing is not None:

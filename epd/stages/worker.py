@@ -240,7 +240,13 @@ class StageWorker:
         assert connector is not None
         if push is not None:
             started_s = time.monotonic()
-            if (target := await push.finished(done)) is not None:
+            try:
+                target = await push.finished(done)
+            except TransferError as error:
+                _LOG.warning("KV blocks could not be pushed, and will be fetched instead: %s", error)
+                self._counters.transfer_failures["kv"] += 1
+                target = None
+            if target is not None:
                 num_bytes = target.num_blocks * self._block_bytes
                 self._counters.transferred("kv", connector.backend, num_bytes)
                 report = StageReport({"kv_transfer": time.monotonic() - started_s}, {"kv": num_bytes})
@@ -409,6 +415,15 @@ class StageWorker:
     async def resume(self, leg_id: str, prefilled: Prefilled) -> bool:
         """See ``StageClient``."""
         return self._takeovers_here().resume(leg_id, prefilled)
+
+    def introduction(self) -> bytes:
+        """See ``KVConnector``; empty where there is nothing to introduce."""
+        return b"" if self.data.kv is None else self.data.kv.introduction()
+
+    async def meet(self, introduction: bytes) -> None:
+        """See ``KVConnector``."""
+        if self.data.kv is not None:
+            await self.data.kv.meet(introduction)
 
     def push_to(self, leg_id: str, target: KVTarget) -> bool:
         """See ``PeerClient``."""

@@ -68,6 +68,21 @@ class Spied:
         return await self._connector.push(target, block_ids, first_block, is_last=is_last)
 
 
+@contextlib.asynccontextmanager
+async def writing(cluster: InProcessCluster) -> AsyncIterator[tuple[Spied, asyncio.Task[Any]]]:
+    """Hold a request where its first blocks are about to be written."""
+    prompt, spy = build("tiny", IMAGES), Spied(cluster)
+    spy.gate = asyncio.Event()
+    running = asyncio.create_task(cluster.run(prompt.request, prompt.payloads, Mode.EPD))
+    await until(lambda: spy.calls, "nothing was pushed")
+    yield spy, running
+
+
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def total(chunks: Sequence[TokenChunk]) -> StageReport:
     return sum((chunk.report for chunk in chunks if chunk.report is not None), StageReport())
 
@@ -109,22 +124,25 @@ async def test_choices_share_what_was_pushed_for_them():
 
 
 async def test_only_what_the_decode_replica_lacks_is_pushed():
-    prompt = build("tiny", IMAGES)
+    """The last block, which is partly filled: no prefix cache holds that."""
+    case = next(case for case in CASES if build("tiny", case).request.num_prompt_tokens % 4)
+    prompt = build("tiny", case)
     async with cluster_of() as cluster:
         await cluster.run(prompt.request, prompt.payloads, Mode.EPD)
         spy = Spied(cluster)
         tokens, chunks = await cluster.run(prompt.request, prompt.payloads, Mode.EPD)
-        assert tuple(tokens[0]) == expected_tokens("tiny", IMAGES)
-        num_full = prompt.request.num_prompt_tokens // 4
-        assert {target.first_block for target in spy.targets} <= {num_full}
-        assert total(chunks).transferred_bytes.get("kv", 0) <= cluster.workers["d"]._block_bytes
+        assert tuple(tokens[0]) == expected_tokens("tiny", case)
+        assert spy.calls == [(prompt.request.num_prompt_tokens // 4, 1, True)]
+        assert total(chunks).transferred_bytes["kv"] == cluster.workers["d"]._block_bytes
 
 
-async def test_a_request_of_one_token_opens_a_target_and_leaves_nothing():
+async def test_a_request_that_ends_at_its_first_token_has_opened_a_target_and_leaves_nothing():
     prompt = build("tiny", IMAGES, max_tokens=1)
     async with cluster_of() as cluster:
+        spy = Spied(cluster)
         tokens, _ = await cluster.run(prompt.request, prompt.payloads, Mode.EPD)
         assert tokens == {0: [expected_tokens("tiny", IMAGES)[0]]}
+        assert spy.targets
 
 
 async def test_blocks_are_fetched_when_the_decode_replica_has_no_room_in_time():
@@ -150,14 +168,12 @@ async def test_blocks_are_fetched_when_pushing_fails():
         Spied(cluster).error = PeerLostError("the connection broke")
         tokens, _ = await cluster.run(prompt.request, prompt.payloads, Mode.EPD)
         assert tuple(tokens[0]) == expected_tokens("tiny", IMAGES)
+        assert cluster.workers["p"].stats().transfer_failures["kv"] == 1
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
 async def test_blocks_stay_out_of_use_until_the_writer_has_stopped_or_is_dead(is_gone):
-    prompt = build("tiny", IMAGES)
     async with cluster_of() as cluster:
-        spy = Spied(cluster)
-        spy.gate = asyncio.Event()
         decode, stop, num_asked = cluster.workers["d"], cluster.peers.stop_push, 0
 
         async def unreachable(replica_id: str, target_id: str) -> None:
@@ -170,10 +186,8 @@ async def test_blocks_stay_out_of_use_until_the_writer_has_stopped_or_is_dead(is
             await stop(replica_id, target_id)
 
         cluster.peers.stop_push = unreachable  # type: ignore[method-assign]
-        running = asyncio.create_task(cluster.run(prompt.request, prompt.payloads, Mode.EPD))
-        await until(lambda: spy.calls, "nothing was pushed")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with writing(cluster) as (_, running):
+            await cancel(running)
         await until(lambda: num_asked >= 2)
         assert decode.load().num_free_blocks < decode.load().num_blocks, "blocks were free while they could be written"
         await until(lambda: decode.load().num_free_blocks == decode.load().num_blocks, "blocks never came back")
@@ -181,12 +195,7 @@ async def test_blocks_stay_out_of_use_until_the_writer_has_stopped_or_is_dead(is
 
 
 async def test_a_writer_that_is_stopped_has_stopped_when_that_is_answered():
-    prompt = build("tiny", IMAGES)
-    async with cluster_of() as cluster:
-        spy = Spied(cluster)
-        spy.gate = asyncio.Event()
-        running = asyncio.create_task(cluster.run(prompt.request, prompt.payloads, Mode.EPD))
-        await until(lambda: spy.calls, "nothing was pushed")
+    async with cluster_of() as cluster, writing(cluster) as (spy, running):
         pushes = cluster.workers["p"]._pushes
         assert pushes is not None
         assert pushes.num_writing == 1
@@ -206,14 +215,8 @@ async def test_a_target_that_was_stopped_before_it_was_heard_of_is_refused():
 
 
 async def test_a_request_that_is_cancelled_while_its_target_is_open_frees_both_sides():
-    prompt = build("tiny", IMAGES)
-    async with cluster_of() as cluster:
-        spy = Spied(cluster)
-        spy.gate = asyncio.Event()
-        running = asyncio.create_task(cluster.run(prompt.request, prompt.payloads, Mode.EPD))
-        await until(lambda: spy.calls, "nothing was pushed")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    async with cluster_of() as cluster, writing(cluster) as (_, running):
+        await cancel(running)
 
 
 async def test_a_decode_replica_that_is_lost_early_costs_another_attempt():
@@ -251,7 +254,8 @@ async def test_pushing_by_name_needs_a_backend_that_can():
 
 async def test_tokens_are_right_at_64_requests_with_chunks_and_aborts():
     rng = random.Random(11)
-    engine = replace_engine(max_num_batched_tokens=19, max_num_seqs=16, kv_cache_bytes=16 * 2**20)
+    busy = {"max_num_batched_tokens": 19, "max_num_seqs": 16, "kv_cache_bytes": 16 * 2**20}
+    engine = SMALL_CHUNKS.model_copy(update=busy)
     async with cluster_of(engine=engine) as cluster:
 
         async def one(number: int) -> None:
@@ -268,7 +272,3 @@ async def test_tokens_are_right_at_64_requests_with_chunks_and_aborts():
                 assert tuple(tokens[0]) == expected_tokens("tiny", case), f"{case}, {mode}, push {push}"
 
         await asyncio.gather(*(one(number) for number in range(64)))
-
-
-def replace_engine(**changes: Any) -> EngineConfig:
-    return EngineConfig(**{**SMALL_CHUNKS.model_dump(), **changes})

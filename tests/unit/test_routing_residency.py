@@ -3,8 +3,18 @@ of images grows without bound."""
 
 from __future__ import annotations
 
-from epd.routing.residency import Residency
-from epd.types import MediaItem, Modality, Mode, PlaceholderRange, Placement, Request, SamplingParams
+from epd.routing import Residency
+from epd.types import (
+    MediaItem,
+    Modality,
+    Mode,
+    PlaceholderRange,
+    Placement,
+    ReplicaLoad,
+    Request,
+    SamplingParams,
+    Stage,
+)
 
 
 def request(*hashes: str) -> Request:
@@ -19,7 +29,11 @@ def placed(*encode: str, prefill: str = "p") -> Placement:
     return Placement(Mode.EPD, prefill, "d", encode)
 
 
-LIVE = {"e1", "e2", "p", "d"}
+def loads(*replica_ids: str) -> list[ReplicaLoad]:
+    return [ReplicaLoad(replica_id, "pool", frozenset(Stage)) for replica_id in replica_ids]
+
+
+LIVE = loads("e1", "e2", "p", "d")
 
 
 def test_who_encoded_and_who_prefilled_hold_an_embedding():
@@ -36,7 +50,7 @@ def test_nothing_is_known_of_what_was_never_seen():
 def test_a_replica_that_is_gone_is_forgotten_even_if_it_comes_back():
     residency = Residency()
     residency.learn(request("a"), placed("e1"))
-    assert residency.affinity(request("a"), {"p"}).embeddings == {"p": {"a"}}
+    assert residency.affinity(request("a"), loads("p")).embeddings == {"p": {"a"}}
     assert residency.affinity(request("a"), LIVE).embeddings == {"p": {"a"}}
 
 
@@ -54,4 +68,4 @@ def test_the_number_of_holders_of_an_image_is_bounded_and_the_latest_stay():
     replicas = [f"e{number}" for number in range(40)]
     for replica_id in replicas:
         residency.learn(request("a"), placed(replica_id, prefill=replica_id))
-    assert sorted(residency.affinity(request("a"), replicas).embeddings) == sorted(replicas[-8:])
+    assert sorted(residency.affinity(request("a"), loads(*replicas)).embeddings) == sorted(replicas[-8:])

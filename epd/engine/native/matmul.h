@@ -2,7 +2,7 @@
 //
 // A decode step is bound by reading weights, so they lie in the order in which they are used: panels of 32 outputs, in
 // a panel one input after the other (for bfloat16 one pair of inputs after the other, as the machine's dot product
-// takes them). A panel is read once from memory, for up to 12 rows at a time whose sums stay in registers. Measured
+// takes them). A panel is read once from memory, for as many rows at a time as leave their sums in registers. Measured
 // against oneDNN's packed layout on Zen 4: twice as fast at one row, equal at several hundred.
 #pragma once
 
